@@ -1,0 +1,371 @@
+"""
+What is the model, and how does it produce tokens?
+
+A decoder-only transformer: rotary positions, RMSNorm without weights, QK-norm, squared ReLU, no biases, an untied head
+with a soft cap on the logits. Each idea beyond that is a field of GPTConfig. Then the KV cache, and batched generation
+in which prompts of any lengths run side by side and a calculator answers inside the sequence.
+"""
+import ast
+import math
+import operator
+from collections import deque
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 32768
+    max_seq_len: int = 2048
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6          # fewer than n_head: grouped-query attention
+    n_embd: int = 768
+    rope_base: float = 10000.0
+    qk_norm: bool = True
+    softcap: float = 15.0       # logits = softcap * tanh(logits / softcap); 0 = off
+    value_embeds: bool = True   # every other layer mixes an embedding of the token into its values
+    layer_lambdas: bool = True  # each layer mixes the first hidden state back in, with learned weights
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+
+def norm(x):
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding. x: (B, H, T, D); cos, sin: (T, D/2) or (B, 1, T, D/2). Pairs are (i, i + D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def attention(q, k, v, mask=None):
+    """q: (B, H, T, D), k and v: (B, Hkv, S, D) -> (B, H, T, D). Causal when mask is None (T = S).
+    A boolean mask (True = may look) or none at all is what reaches the fused kernel on every device."""
+    if q.size(1) != k.size(1):
+        groups = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        C, D = config.n_embd, config.head_dim
+        self.config, self.layer = config, layer
+        self.q = nn.Linear(C, config.n_head * D, bias=False)
+        self.k = nn.Linear(C, config.n_kv_head * D, bias=False)
+        self.v = nn.Linear(C, config.n_kv_head * D, bias=False)
+        self.o = nn.Linear(C, C, bias=False)
+        self.up = nn.Linear(C, 4 * C, bias=False)
+        self.down = nn.Linear(4 * C, C, bias=False)
+
+    def forward(self, x, ve, rope, cache, mask):
+        """x: (B, T, C); ve: (B, T, Hkv * D) to be added to the values, or None."""
+        B, T, C = x.shape
+        D = self.config.head_dim
+        h = norm(x)
+        v = self.v(h) if ve is None else self.v(h) + ve
+        q, k, v = (t.view(B, T, -1, D).transpose(1, 2) for t in (self.q(h), self.k(h), v))  # (B, H, T, D)
+        if self.config.qk_norm:
+            q, k = norm(q), norm(k)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, C)
+        x = x + self.o(y)
+        return x + self.down(F.relu(self.up(norm(x))).square())
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        assert config.n_embd % config.n_head == 0 and config.head_dim % 2 == 0, f"width {config.n_embd} into {config.n_head} heads"
+        assert config.n_head % config.n_kv_head == 0, f"{config.n_head} heads cannot share {config.n_kv_head} key-value heads"
+        V, C, L = config.vocab_size, config.n_embd, config.n_layer
+        self.embed = nn.Embedding(V, C)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(L))
+        self.head = nn.Linear(C, V, bias=False)
+        has_ve = [config.value_embeds and i % 2 == (L - 1) % 2 for i in range(L)]  # alternate layers, the last one included
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(V, config.n_kv_head * config.head_dim) for i in range(L) if has_ve[i]})
+        if config.value_embeds:
+            self.value_lambdas = nn.Parameter(torch.empty(L))
+        if config.layer_lambdas:
+            self.resid_lambdas = nn.Parameter(torch.empty(L))
+            self.x0_lambdas = nn.Parameter(torch.empty(L))
+        D = config.head_dim
+        freqs = config.rope_base ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
+        angles = torch.arange(config.max_seq_len, dtype=torch.float32)[:, None] * freqs  # (T, D/2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Each block starts as the identity (o and down are zero), the head near zero: the first loss is ln(vocab)."""
+        self.embed.weight.normal_(0, 0.8)
+        self.head.weight.normal_(0, 0.001)
+        bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1 / sqrt(C)
+        for b in self.blocks:
+            for w in (b.q, b.k, b.v, b.up):
+                w.weight.uniform_(-bound, bound)
+            b.o.weight.zero_()
+            b.down.weight.zero_()
+        for e in self.value_embeds.values():
+            e.weight.uniform_(-bound, bound)
+        if self.config.value_embeds:
+            self.value_lambdas.fill_(1.0)
+        if self.config.layer_lambdas:
+            self.resid_lambdas.fill_(1.0)
+            self.x0_lambdas.fill_(0.1)
+
+    def forward(self, idx, targets=None, reduction="sum", cache=None, last=None):
+        """idx: (B, T) tokens -> logits (B, T, V) in fp32; with `last` (B,) only at that position of each row: (B, V).
+
+        With targets (B, T), -1 = not scored: the summed cross-entropy in nats (or per token, reduction="none").
+        With a cache, idx continues each row at its own position; the caller then calls cache.advance().
+        """
+        B, T = idx.shape
+        if cache is None:
+            rope, mask = (self.cos[:T], self.sin[:T]), None
+        else:
+            pos, mask = cache.open(T)  # (B, T)
+            rope = (self.cos[pos][:, None], self.sin[pos][:, None])  # (B, 1, T, D/2)
+        x = x0 = norm(self.embed(idx))  # (B, T, C)
+        for i, block in enumerate(self.blocks):
+            if self.config.layer_lambdas:
+                x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            ve = self.value_lambdas[i] * self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
+            x = block(x, ve, rope, cache, mask)
+        x = norm(x)
+        if targets is None:
+            return self.logits(x if last is None else x[torch.arange(B, device=x.device), last])
+        return self.loss(x.reshape(B * T, -1), targets.reshape(-1), reduction).view(() if reduction == "sum" else (B, T))
+
+    def logits(self, x):
+        logits = self.head(x).float()
+        cap = self.config.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def loss(self, x, targets, reduction, limit=2**26):
+        """Cross-entropy over chunks of rows, recomputed in the backward pass, so that no more than `limit` logits stand
+        in memory at once. x: (N, C), targets: (N,)."""
+        def part(x, targets):
+            return F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction=reduction)
+
+        rows = max(1, limit // self.config.vocab_size)
+        if x.size(0) <= rows:
+            return part(x, targets)
+        parts = [checkpoint(part, a, b, use_reentrant=False) for a, b in zip(x.split(rows), targets.split(rows))]
+        return torch.stack(parts).sum() if reduction == "sum" else torch.cat(parts)
+
+    def num_params(self):
+        """-> (all, those that a token is multiplied with: the matrices of the blocks and the head)"""
+        matmul = sum(p.numel() for p in self.blocks.parameters()) + self.head.weight.numel()
+        return sum(p.numel() for p in self.parameters()), matmul
+
+    def flops_per_token(self, T):
+        """Training FLOPs per token, forward and backward: 6 per weight, and 12 L C T for attention (PaLM, appendix B)."""
+        return 6 * self.num_params()[1] + 12 * self.config.n_layer * self.config.n_embd * T
+
+    def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0):
+        """Groups for muon.Muon: block matrices to Muon, the rest to AdamW. Each parameter is in exactly one."""
+        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay), "embed": dict(kind="adamw", lr=embed_lr),
+                  "head": dict(kind="adamw", lr=head_lr), "scalar": dict(kind="adamw", lr=scalar_lr, betas=(0.9, 0.95))}
+        for name, p in self.named_parameters():
+            key = "head" if name.startswith("head") else "embed" if "embed" in name and p.ndim == 2 else "matrix" if p.ndim == 2 else "scalar"
+            groups[key].setdefault("names", []).append(name)
+            groups[key].setdefault("params", []).append(p)
+        return [{**g, "label": k} for k, g in groups.items() if "params" in g]
+
+
+def load_model(meta, weights, dev):
+    """A GPT from a checkpoint's meta and its model.pt."""
+    model = GPT(GPTConfig(**meta["model"]))
+    model.load_state_dict(weights)
+    return model.to(dev.device)
+
+
+def model_meta(model):
+    """What meta.json needs to build the model again."""
+    return asdict(model.config)
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+class KVCache:
+    """Keys and values of all layers for a batch of rows, each row at its own length. Allocated once."""
+
+    def __init__(self, config, rows, max_len, device, dtype):
+        shape = (config.n_layer, rows, config.n_kv_head, max_len, config.head_dim)
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,)
+        self.longest = 0  # max(lengths), known without asking the device
+
+    def open(self, T):
+        """Positions (B, T) of the T tokens to come, and the mask (B, 1, T, S) of the keys each may look at."""
+        self.pos = self.lengths[:, None] + torch.arange(T, device=self.lengths.device)
+        self.end = self.longest + T
+        if self.longest == 0:
+            return self.pos, None  # nothing before: plain causal attention
+        seen = torch.arange(self.end, device=self.pos.device)
+        return self.pos, seen <= self.pos[:, None, :, None]
+
+    def append(self, layer, k, v):
+        """Store k, v: (B, Hkv, T, D) at the open positions; -> all keys and values so far, (B, Hkv, S, D)."""
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        for store, new in ((self.k, k), (self.v, v)):
+            store[layer][rows, :, self.pos] = new.transpose(1, 2).to(store.dtype)
+        return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
+
+    def advance(self, lengths):
+        """lengths: list, how many of the tokens just given count for each row (padding on the right does not)."""
+        self.lengths += torch.tensor(lengths, device=self.lengths.device)
+        self.longest = max(self.longest, self.end if len(set(lengths)) == 1 else self.longest + max(lengths))
+
+    def select(self, rows):
+        """Keep these rows (a list, repeats allowed), in this order."""
+        rows = torch.tensor(rows, device=self.lengths.device)
+        self.k, self.v, self.lengths = self.k[:, rows], self.v[:, rows], self.lengths[rows]
+
+
+def sample_tokens(logits, temperature, top_k, generator):
+    """logits: (B, V) -> (B,). temperature 0: the best token. Sampling is a race of exponential clocks: no host sync."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    clocks = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / clocks).argmax(-1)
+
+
+class Row:
+    """One sequence being generated: its tokens, which of them were sampled, and the tool's state."""
+
+    def __init__(self, index, limit):
+        self.index, self.limit = index, limit
+        self.tokens, self.mask = [], []  # mask 1: sampled by the model, 0: forced by the tool
+        self.forced, self.expr, self.done = deque(), None, limit <= 0
+
+    def push(self, sampled, tok):
+        """Take one more token: the next forced one, else the sampled one. A closed tool call is answered at once."""
+        self.mask.append(0 if self.forced else 1)
+        token = self.forced.popleft() if self.forced else sampled
+        self.tokens.append(token)
+        if token == tok.python_start:
+            self.expr = []
+        elif token == tok.python_end and self.expr is not None:
+            result = calculator(tok.decode(self.expr))
+            if result is not None:
+                self.forced.extend([tok.output_start, *tok.encode(result), tok.output_end])
+            self.expr = None
+        elif self.expr is not None:
+            self.expr.append(token)
+        self.done = token in (tok.assistant_end, tok.bos) or len(self.tokens) >= self.limit
+        return token
+
+
+@torch.inference_mode()
+def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temperature=1.0, top_k=0, seed=0):
+    """Continue a batch of prompts (lists of token ids, any lengths), `num_samples` times each, all side by side.
+
+    A generator: each step yields [(row, token, sampled)] for the rows still running; row = prompt * num_samples + sample.
+    A row ends with <|assistant_end|> or <|bos|>, after max_new_tokens, or where the context is full. Finished rows leave the batch.
+    """
+    limit = model.config.max_seq_len
+    longest = max(map(len, prompts))
+    assert longest <= limit and min(map(len, prompts)) > 0, f"prompts of {min(map(len, prompts))} to {longest} tokens, context {limit}"
+    generator = torch.Generator(device=dev.device).manual_seed(seed)
+    cache = KVCache(model.config, len(prompts), min(limit, longest + max_new_tokens), dev.device, dev.dtype)
+    padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=dev.device)  # on the right: never looked at
+    lengths = [len(p) for p in prompts]
+    with dev.autocast():
+        logits = model(padded, cache=cache, last=torch.tensor(lengths, device=dev.device) - 1)  # (prompts, V)
+    cache.advance(lengths)
+    rows = [Row(i, min(max_new_tokens, limit - lengths[i // num_samples])) for i in range(len(prompts) * num_samples)]
+    chosen = [i // num_samples for i in range(len(rows))]  # one prefill serves all samples of a prompt
+    while True:
+        running = [r for r in range(len(rows)) if not rows[r].done]
+        if not running:
+            return
+        if chosen is not None or len(running) <= 0.75 * len(rows):
+            chosen = running if chosen is None else [chosen[r] for r in running]
+            cache.select(chosen)
+            logits = logits[torch.tensor(chosen, device=logits.device)]
+            rows = [rows[r] for r in running]
+            running, chosen = range(len(rows)), None
+        sampled = sample_tokens(logits, temperature, top_k, generator).tolist()  # the one host sync of a step
+        events = []
+        for r in running:
+            token = rows[r].push(sampled[r], tok)
+            events.append((rows[r].index, token, rows[r].mask[-1]))
+            sampled[r] = token
+        yield events
+        if all(row.done for row in rows):
+            return
+        step = torch.tensor(sampled, device=dev.device)[:, None]
+        with dev.autocast():
+            logits = model(step, cache=cache, last=torch.zeros(len(rows), dtype=torch.long, device=dev.device))
+        cache.advance([1] * len(rows))
+
+
+def complete(model, tok, prompts, dev, **options):
+    """generate(), gathered: -> for each prompt, a list over samples of (tokens, mask)."""
+    n = options.get("num_samples", 1)
+    out = [([], []) for _ in range(len(prompts) * n)]
+    for events in generate(model, tok, prompts, dev, **options):
+        for row, token, sampled in events:
+            out[row][0].append(token)
+            out[row][1].append(sampled)
+    return [out[i : i + n] for i in range(0, len(out), n)]
+
+
+# --- the calculator --------------------------------------------------------------------------------------------------
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.USub: operator.neg, ast.UAdd: operator.pos}
+
+
+def calculator(text):
+    """Arithmetic, and 'word'.count('r'), by a walk over the syntax tree: never eval. -> the result as text, or None.
+
+    >>> calculator("17 + 25"), calculator("'strawberry'.count('r')"), calculator("__import__('os')")
+    ('42', '3', None)
+    """
+    def walk(node):
+        match node:
+            case ast.Constant(value=int() | float() | str() as value) if not isinstance(value, bool):
+                return value
+            case ast.UnaryOp(op=op, operand=a) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](number(walk(a)))
+            case ast.BinOp(left=a, op=op, right=b) if type(op) in OPERATORS:
+                return number(OPERATORS[type(op)](number(walk(a)), number(walk(b))))
+            case ast.Call(func=ast.Attribute(value=a, attr="count"), args=[b], keywords=[]):
+                a, b = walk(a), walk(b)
+                if isinstance(a, str) and isinstance(b, str):
+                    return a.count(b)
+        raise ValueError("not arithmetic")
+
+    def number(value):
+        if isinstance(value, str) or abs(value) > 1e15:
+            raise ValueError("not a number of sensible size")
+        return value
+
+    text = text.strip().replace(",", "") if "'" not in text and '"' not in text else text.strip()
+    if len(text) > 200:
+        return None
+    try:
+        value = walk(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
+        return None
+    if isinstance(value, float):
+        value = int(value) if value == int(value) else round(value, 10)
+    return str(value)

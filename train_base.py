@@ -1,0 +1,200 @@
+"""
+Pretraining: predict the next token of raw text. Depth sets everything else.
+
+    python train_base.py --depth=4                                            # one device: NPU, CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_base.py --depth=20         # all devices of one machine
+    python train_base.py --depth=2 --num_iterations=20 --total_batch_size=2048 --max_seq_len=128 --out_dir=/tmp/smoke     # CPU smoke run
+
+Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for the embedded text).
+Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
+"""
+from common import (Log, auto, cleanup, configure, duration, fail, find_resume, human, load_weights, print0, save_checkpoint,
+                    setup, split_batch, warn)
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from eval import evaluate_bpb, write_report
+from gpt import GPT, GPTConfig, complete, model_meta
+from muon import Muon
+from tokenizer import RowLoader, find_tokenizer, load_corpus
+
+# --- CONFIG ----------------------------------------------------------------------------------------------------------
+# model
+depth = 12                   # layers; width, heads, batch, learning rates and horizon follow from it
+model_dim = 0                # width; 0 = 64 * depth
+head_dim = 0                 # 0 = 64 up to width 512, else 128
+n_kv_head = 0                # key-value heads; 0 = as many as heads, fewer = grouped-query attention
+max_seq_len = 2048           # tokens of context
+softcap = 15.0               # cap on the logits; 0 = off
+value_embeds = True          # token embeddings mixed into the values of every other layer
+layer_lambdas = True         # learned per-layer mix of the residual stream and the first hidden state
+# horizon: the first of these that is not 0 counts
+num_iterations = 0           # optimizer steps
+target_flops = 0.0           # training FLOPs
+target_param_data_ratio = 12.0  # training tokens per parameter (of the blocks and the head)
+# batch
+total_batch_size = 0         # tokens per optimizer step over all devices; 0 = by the horizon
+device_batch_size = 0        # rows per device per forward; 0 = choose for me
+# learning: rates are for the width and batch named in the code, and scaled from there
+matrix_lr = 0.02             # Muon, block matrices
+embed_lr = 0.3               # AdamW, token and value embeddings
+head_lr = 0.008              # AdamW, the head
+scalar_lr = 0.04             # AdamW, per-layer lambdas
+weight_decay = 0.1           # Muon matrices, cautious; falls to 0 linearly
+lr_scale = 0.0               # multiplies all rates; 0 = sqrt(batch / 2**19)
+warmup_steps = 10            # steps of linear warm-up
+warmdown_ratio = 0.6         # share of the steps in which the rates fall
+final_lr = 0.05              # where they end, as a share
+# text, evaluation, files
+data_dir = ""                # folder with .parquet, .jsonl or .txt, or a hub dataset org/name; "" = the embedded text
+eval_every = 100             # steps between measurements of val bpb; 0 = only at the end
+eval_tokens = 32768          # tokens of validation text per measurement
+sample_every = 200           # steps between samples; 0 = never
+save_every = 500             # steps between checkpoints; 0 = only at the end
+device_type = "auto"         # auto, npu, cuda, mps, cpu
+dtype = "auto"               # auto, float32, bfloat16
+seed = 42                    # of initialisation and data order
+run = ""                     # name of this run; "" = d<depth>
+out_dir = "out"              # where everything is written
+resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+bench = 0                    # time so many steps, write nothing, end with one line of JSON
+config = configure(globals())
+
+# --- SETUP -----------------------------------------------------------------------------------------------------------
+dev = setup(device_type, dtype, seed)
+run_dir = Path(out_dir) / "base" / (run or f"d{depth}")
+started = find_resume(run_dir, config, resume) if not bench else None
+tok = find_tokenizer(out_dir, started)
+
+# --- MODEL -----------------------------------------------------------------------------------------------------------
+# (before DATA in this stage only: the horizon, and with it how much text is wanted, follows from the model)
+width = model_dim or 64 * depth
+head = head_dim or (64 if width <= 512 else 128)
+if width % head or depth < 1:
+    fail(f"width {width} is not a multiple of the head dimension {head}: set --model_dim or --head_dim")
+heads = width // head
+with torch.device(dev.device):
+    model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_head=heads, n_kv_head=n_kv_head or heads,
+                          n_embd=width, softcap=softcap, value_embeds=value_embeds, layer_lambdas=layer_lambdas))
+params, matmul_params = model.num_params()
+flops_per_token = model.flops_per_token(max_seq_len)
+auto(f"depth {depth}: width {width}, {heads} heads of {head}, {human(params)} parameters ({human(matmul_params)} in matmuls), {human(flops_per_token)} FLOPs per token")
+
+# --- HORIZON ---------------------------------------------------------------------------------------------------------
+target_tokens = target_flops / flops_per_token if target_flops else target_param_data_ratio * matmul_params
+if not total_batch_size:  # the best batch grows slowly with the number of tokens; 2**19 at d12 (1.3B tokens)
+    best = 2**19 * (target_tokens / 1.3e9) ** 0.383
+    total_batch_size = max(2**12, 2 ** round(math.log2(best)))
+device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev, model)
+num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
+lr_scale = lr_scale or math.sqrt(total_batch_size / 2**19)
+auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / matmul_params:.1f} per parameter")
+
+# --- DATA ------------------------------------------------------------------------------------------------------------
+train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, num_steps * total_batch_size)
+loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev, split=True,
+                   state=started and started["loader"])
+batches = iter(loader)
+
+# --- OPTIMIZER -------------------------------------------------------------------------------------------------------
+adam_scale = lr_scale * (width / 768) ** -0.5
+rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale, "scalar_lr": scalar_lr * lr_scale}
+optimizer = Muon(model.param_groups(**rates, weight_decay=weight_decay), dev)
+auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()) + f" (scale {lr_scale:.3f}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
+step, metrics = 0, {"tokens": 0, "seconds": 0.0}
+if started:
+    model.load_state_dict(load_weights(started, "model.pt"))
+    optimizer.load_state_dict(load_weights(started, "optim.pt"))
+    step, metrics = started["step"], started["metrics"]
+    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
+    if step >= num_steps:
+        cleanup()
+        raise SystemExit(0)
+
+
+def lr_multiplier(step):
+    """Warm-up, flat, then a straight line down."""
+    warmdown = max(1, round(warmdown_ratio * num_steps))
+    return min(1.0, (step + 1) / max(1, warmup_steps), final_lr + (1 - final_lr) * (num_steps - step) / warmdown)
+
+
+def sample():
+    """A few greedy continuations: what the model has picked up so far."""
+    prompts = ["The import statement", "def __init__(self", "1 2 3 4 5 6"]
+    for prompt, [(tokens, _)] in zip(prompts, complete(model, tok, [[tok.bos, *tok.encode(p)] for p in prompts], dev, temperature=0, max_new_tokens=24)):
+        print0(f"   {prompt}|{tok.decode(tokens)}".replace("\n", "\\n"))
+
+
+# --- LOOP ------------------------------------------------------------------------------------------------------------
+log = Log(run_dir, "base", num_steps, metrics["seconds"], step) if not bench else None
+peak, times, bad_steps = dev.peak_flops(), [], 0
+while True:
+    last = step == num_steps
+    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
+        state = optimizer.state_dict()  # gathered: all ranks take part
+        metrics["seconds"] = log.seconds
+        if dev.is_main:
+            save_checkpoint(run_dir, step, model.state_dict(), state, {
+                "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir, "parent": "",
+                "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+        dev.barrier()
+    if not bench and (last or (eval_every and step % eval_every == 0)):
+        metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, device_batch_size, eval_tokens)
+        log.write(step, val_bpb=metrics["val_bpb"])
+        log.line(step, [f"val bpb {metrics['val_bpb']:.4f}"])
+    if not bench and sample_every and (last or step % sample_every == 0) and step:
+        sample()
+    if last:
+        break
+
+    t0 = time.time()
+    multiplier = lr_multiplier(step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+        if group["kind"] == "muon":
+            group["momentum"] = 0.85 + 0.1 * min(1, step / 300)
+            group["weight_decay"] = weight_decay * (1 - step / num_steps)
+    optimizer.zero_grad()
+    passes = [next(batches) for _ in range(grad_accum_steps)]  # (inputs, targets), (B, T) each
+    scored = dev.sum(sum(int((targets >= 0).sum()) for _, targets in passes))  # tokens, over all passes and ranks
+    loss_sum = torch.zeros((), device=dev.device)
+    for inputs, targets in passes:
+        with dev.autocast():
+            loss = model(inputs, targets) / scored  # summed nats: what passes and ranks contribute just adds up
+        loss.backward()
+        loss_sum += loss.detach()
+    grad_norm = optimizer.step()
+    train_loss = dev.sum(loss_sum).item()
+    dev.synchronize()
+    dt = time.time() - t0
+    step += 1
+    bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+    if bad_steps:
+        warn(f"step {step}: the gradient is not finite, the step was skipped ({bad_steps} in a row)")
+        if bad_steps == 10:
+            fail(f"ten steps in a row had no finite gradient: lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
+    metrics["tokens"] += total_batch_size
+    times = (times + [dt])[-50:]
+    typical = sorted(times)[len(times) // 2]
+    tok_per_s = total_batch_size / typical
+    mfu = flops_per_token * tok_per_s / (peak * dev.world_size) if peak else None
+    if not bench:
+        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), mfu=mfu, tokens=metrics["tokens"])
+    if log and (step % 10 == 0 or step <= 3):
+        log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms",
+                        f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?", f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
+
+# --- END -------------------------------------------------------------------------------------------------------------
+if bench:
+    best = sorted(times[3:])[len(times[3:]) // 2]
+    print0(json.dumps({"tok_per_s": round(total_batch_size / best), "ms_per_step": round(1000 * best, 1), "peak_gb": round(dev.peak_memory_gb(), 2),
+                       "mfu": peak and round(flops_per_token * total_batch_size / best / (peak * dev.world_size), 4), "hardware": f"{dev.world_size} x {dev.name}"}))
+elif dev.is_main:
+    write_report(out_dir)
+    print0(f"base model: val bpb {metrics['val_bpb']:.4f} after {human(metrics['tokens'])} tokens in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python train_mid.py")
+cleanup()

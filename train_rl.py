@@ -1,0 +1,211 @@
+"""
+Reinforcement learning from verifiable rewards: the model tries, a grader says right or wrong, right tries become likelier.
+
+    python train_rl.py                                                        # one device: NPU, CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_rl.py --task=gsm8k         # all devices of one machine
+    python train_rl.py --num_iterations=2 --prompts_per_step=4 --num_samples=4 --out_dir=/tmp/smoke       # CPU smoke run, after train_sft.py's
+
+This is GRPO (Shao et al. 2024) kept strictly on-policy, one update per batch of rollouts, so that no ratio, clipping or
+reference model is needed. For each prompt, G answers are sampled; an answer's advantage is its reward minus the mean of its
+group; the loss is -advantage * log p of each sampled token, summed over the step and divided by its number of sampled tokens
+(the token mean of DAPO, Yu et al. 2025; no division by the group's standard deviation, as in Dr. GRPO, Liu et al. 2025).
+
+Reads the newest SFT checkpoint in out_dir and a task.
+Writes out_dir/rl/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; chat.py talks to it.
+"""
+from common import (Log, auto, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
+                    save_checkpoint, setup, warn)
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from eval import TASKS, evaluate_task, visible_text, write_report
+from gpt import complete, load_model, model_meta
+from muon import Muon
+from tokenizer import find_tokenizer
+
+# --- CONFIG ----------------------------------------------------------------------------------------------------------
+init_from = ""               # "" = the newest sft checkpoint; or a stage, stage/tag, or a checkpoint folder
+# rollouts
+task = "arithmetic"          # whose training problems are tried and graded
+prompts_per_step = 16        # problems per step over all devices
+num_samples = 8              # tries per problem: the group
+max_new_tokens = 48          # tokens of one try; one that has not ended by then earns nothing
+temperature = 1.0            # of the sampling; 1 is the model's own distribution
+top_k = 0                    # 0 = all tokens
+# horizon and batch
+num_iterations = 60          # optimizer steps, each on fresh rollouts
+device_batch_size = 64       # tries per device per forward and backward
+# learning
+lr_frac = 0.1                # share of base training's learning rates to begin with
+warmup_steps = 3             # steps of linear warm-up
+final_lr = 0.1               # where the rates end, falling in a straight line, as a share
+# evaluation, files
+eval_every = 20              # steps between greedy evaluations on the test set; 0 = only at the start and end
+eval_problems = 100          # test problems
+sample_every = 20            # steps between printed tries; 0 = never
+save_every = 20              # steps between checkpoints; 0 = only at the end
+device_type = "auto"         # auto, npu, cuda, mps, cpu
+dtype = "auto"               # auto, float32, bfloat16
+seed = 42                    # of problem order and sampling
+run = ""                     # name of this run; "" = that of the run it starts from
+out_dir = "out"              # where everything is written
+resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+bench = 0                    # time so many steps, write nothing, end with one line of JSON
+config = configure(globals())
+
+# --- SETUP -----------------------------------------------------------------------------------------------------------
+dev = setup(device_type, dtype, seed)
+parent = find_checkpoint(out_dir, init_from or "sft")
+run_dir = Path(out_dir) / "rl" / (run or Path(parent["path"]).parent.name)
+started = find_resume(run_dir, config, resume, parent["seal"]) if not bench else None
+tok = find_tokenizer(out_dir, parent)
+auto(f"starting from {parent['path']}")
+
+# --- DATA ------------------------------------------------------------------------------------------------------------
+if task not in TASKS:
+    fail(f"there is no task {task!r}; there are {', '.join(TASKS)}")
+if num_samples < 2:
+    fail("--num_samples must be at least 2: a try is judged against the others of its group")
+problems, test_problems = TASKS[task]("train"), TASKS[task]("test", eval_problems)
+auto(f"data {task}: {human(len(problems))} problems, {prompts_per_step} a step with {num_samples} tries each")
+
+# --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
+model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
+rates = {k: v * lr_frac for k, v in parent["rates"].items()}
+optimizer = Muon(model.param_groups(**rates), dev)
+if started:  # the momenta of supervised learning point elsewhere: RL begins with fresh ones
+    optimizer.load_state_dict(load_weights(started, "optim.pt"))
+auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
+
+# --- HORIZON ---------------------------------------------------------------------------------------------------------
+num_steps = bench + 1 if bench else num_iterations
+auto(f"{num_steps} steps, {num_steps * prompts_per_step} prompts, {num_steps * prompts_per_step / len(problems):.2f} epochs")
+step, metrics = (started["step"], started["metrics"]) if started else (0, {"tokens": 0, "seconds": 0.0})
+if started:
+    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
+    if step >= num_steps:
+        cleanup()
+        raise SystemExit(0)
+
+
+def lr_multiplier(step):
+    """Warm-up, then a straight line down."""
+    return min((step + 1) / max(1, warmup_steps), final_lr + (1 - final_lr) * (num_steps - step) / num_steps)
+
+
+def rollouts(step):
+    """This rank's tries at the step's problems. -> list of groups: {"conversation", "prompt", "tries", "rewards", "ended"}"""
+    first = step * prompts_per_step
+    mine = [problems[i % len(problems)] for i in range(first, first + prompts_per_step)][dev.rank :: dev.world_size]
+    if not mine:  # more ranks than prompts
+        return []
+    prompts = [tok.render_for_completion(c) for c in mine]
+    tries = complete(model, tok, prompts, dev, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
+                     top_k=top_k, seed=(seed * 1_000_003 + step) * 4099 + dev.rank)
+    groups = []
+    for conversation, prompt, group in zip(mine, prompts, tries):
+        ended = [tokens[-1] == tok.assistant_end for tokens, _ in group]
+        rewards = [problems.grade(conversation, visible_text(tok, tokens)) * end for (tokens, _), end in zip(group, ended)]
+        groups.append({"conversation": conversation, "prompt": prompt, "tries": group, "rewards": rewards, "ended": ended})
+    return groups
+
+
+def training_rows(groups):
+    """The tries that teach something, as (ids, sampled, advantage), longest first. A group in which all tries earned the same
+    has advantage 0 everywhere: it is left out before the forward pass, not multiplied by zero after it."""
+    rows = []
+    for g in groups:
+        mean = sum(g["rewards"]) / len(g["rewards"])
+        if max(g["rewards"]) > min(g["rewards"]):
+            rows += [(g["prompt"] + tokens, [0] * len(g["prompt"]) + mask, r - mean) for (tokens, mask), r in zip(g["tries"], g["rewards"])]
+    return sorted(rows, key=lambda row: -len(row[0]))
+
+
+def pad(rows):
+    """-> inputs (B, T), targets (B, T) with -1 where a token was not sampled by the model, advantages (B, 1)"""
+    longest = len(rows[0][0])
+    ids = torch.tensor([r[0] + [tok.bos] * (longest - len(r[0])) for r in rows], device=dev.device)
+    mask = torch.tensor([r[1] + [0] * (longest - len(r[1])) for r in rows], device=dev.device)
+    return ids[:, :-1], ids[:, 1:].masked_fill(mask[:, 1:] == 0, -1), torch.tensor([[r[2]] for r in rows], device=dev.device)
+
+
+# --- LOOP ------------------------------------------------------------------------------------------------------------
+log = Log(run_dir, "rl", num_steps, metrics["seconds"], step) if not bench else None
+sample_s, train_s, tokens_done, times = 0.0, 0.0, 0, []
+while True:
+    last = step == num_steps
+    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
+        state = optimizer.state_dict()  # gathered: all ranks take part
+        metrics["seconds"] = log.seconds
+        if dev.is_main:
+            save_checkpoint(run_dir, step, model.state_dict(), state, {
+                "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"], "parent": parent["seal"],
+                "rates": rates, "batch": parent["batch"], "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+        dev.barrier()
+    if not bench and (last or step == 0 or (eval_every and step % eval_every == 0)):
+        metrics["test_acc"] = evaluate_task(model, tok, dev, test_problems, eval_problems, max_new_tokens=max_new_tokens)["acc"]
+        log.write(step, test_acc=metrics["test_acc"])
+        log.line(step, [f"greedy accuracy on the {task} test set {100 * metrics['test_acc']:.1f}%"])
+    if last:
+        break
+
+    t0 = time.time()
+    groups = rollouts(step)
+    dev.synchronize()
+    t1 = time.time()
+    sampled = dev.sum(sum(sum(mask) for g in groups for _, mask in g["tries"]))  # tokens, all ranks: also of groups left out
+    stats = dev.sum(torch.tensor([len(groups), sum(sum(g["rewards"]) for g in groups), sum(len(t) for g in groups for t, _ in g["tries"]),
+                                  sum(max(g["rewards"]) > 0 for g in groups), sum(max(g["rewards"]) == min(g["rewards"]) for g in groups),
+                                  sum(e for g in groups for e in g["ended"])], dtype=torch.float32, device=dev.device)).tolist()
+    n_groups, n_tries = stats[0], stats[0] * num_samples
+    reward, length, solved, flat, truncated = stats[1] / n_tries, stats[2] / n_tries, stats[3] / n_groups, stats[4] / n_groups, 1 - stats[5] / n_tries
+
+    if sample_every and step % sample_every == 0 and groups:
+        print0("   " + tok.decode(groups[0]["prompt"] + groups[0]["tries"][0][0]).replace("\n", "\\n") + f"  -> reward {groups[0]['rewards'][0]:g}")
+    multiplier = lr_multiplier(step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # a rank whose groups are all flat still takes part in the step
+    rows, loss_sum = training_rows(groups), torch.zeros((), device=dev.device)
+    for at in range(0, len(rows), device_batch_size):
+        inputs, targets, advantages = pad(rows[at : at + device_batch_size])
+        with dev.autocast():
+            nll = model(inputs, targets, reduction="none")  # (B, T) = -log p of each sampled token, 0 elsewhere
+        loss = (advantages * nll).sum() / sampled
+        loss.backward()
+        loss_sum += loss.detach()
+    if flat < 1:  # all ranks know the same number
+        grad_norm = optimizer.step()
+        if not math.isfinite(grad_norm):
+            warn(f"step {step + 1}: the gradient is not finite, the step was skipped")
+    else:
+        grad_norm = 0.0  # every group all right or all wrong: nothing to learn
+    loss = dev.sum(loss_sum).item()
+    dev.synchronize()
+    step += 1
+    dt = time.time() - t0
+    times = (times + [dt])[-50:]
+    sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + stats[2]
+    metrics["tokens"] += int(stats[2])
+    tok_per_s = stats[2] / (t1 - t0)
+    if not bench:
+        log.write(step, loss=loss, reward=reward, solved=solved, flat_groups=flat, truncated=truncated, length=length, grad_norm=grad_norm, lr=multiplier,
+                  tok_per_s=round(tok_per_s), sample_s=round(t1 - t0, 3), train_s=round(dt - (t1 - t0), 3), tokens=metrics["tokens"])
+    if log and (step % 5 == 0 or step <= 3):
+        log.line(step, [f"reward {reward:.3f}", f"solved {solved:.2f}", f"flat {flat:.2f}", f"cut {truncated:.2f}", f"len {length:4.1f}", f"lr {multiplier:.2f}",
+                        f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * sorted(times)[len(times) // 2])}"])
+
+# --- END -------------------------------------------------------------------------------------------------------------
+if bench:
+    print0(json.dumps({"tok_per_s": round(tokens_done / sample_s), "sample_s": round(sample_s / num_steps, 3), "train_s": round(train_s / num_steps, 3),
+                       "peak_gb": round(dev.peak_memory_gb(), 2), "hardware": f"{dev.world_size} x {dev.name}"}))
+elif dev.is_main:
+    write_report(out_dir)
+    print0(f"RL: greedy accuracy on {task} {100 * metrics['test_acc']:.1f}% after {num_steps} steps in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python eval.py")
+cleanup()

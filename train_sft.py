@@ -1,0 +1,157 @@
+"""
+Supervised fine-tuning: the model learns to answer. Only the assistant's tokens count; the user's are context.
+
+    python train_sft.py                                                       # one device: NPU, CUDA, MPS or CPU
+    torchrun --standalone --nproc_per_node=8 train_sft.py                     # all devices of one machine
+    python train_sft.py --num_iterations=20 --total_batch_size=2048 --out_dir=/tmp/smoke      # CPU smoke run, after train_mid.py's
+
+Reads the newest mid checkpoint in out_dir and the tasks.
+Writes out_dir/sft/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_rl.py goes on from there.
+"""
+from common import (Log, auto, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
+                    save_checkpoint, setup, split_batch, warn)
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from eval import Mixture, evaluate_chat, make_tasks, write_report
+from gpt import load_model, model_meta
+from muon import Muon
+from tokenizer import RowLoader, describe_block, find_tokenizer, render_blocks
+
+# --- CONFIG ----------------------------------------------------------------------------------------------------------
+init_from = ""               # "" = the newest mid checkpoint; or a stage, stage/tag, or a checkpoint folder
+# data
+tasks = "all"                # "all" = the rule-made ones, or names by commas
+conversations = 10_000       # in one epoch, shared equally by the tasks
+# horizon and batch
+num_iterations = 0           # optimizer steps; 0 = one epoch
+total_batch_size = 0         # tokens per optimizer step over all devices; 0 = as the checkpoint it starts from
+device_batch_size = 0        # rows per device per forward; 0 = choose for me
+# learning
+lr_frac = 0.5                # share of base training's learning rates to begin with
+warmup_steps = 10            # steps of linear warm-up
+warmdown_ratio = 0.5         # share of the steps in which the rates fall
+final_lr = 0.0               # where they end, as a share
+# evaluation, files
+eval_every = 0               # steps between evaluations on the tasks; 0 = only at the end
+eval_problems = 50           # problems per task
+save_every = 500             # steps between checkpoints; 0 = only at the end
+device_type = "auto"         # auto, npu, cuda, mps, cpu
+dtype = "auto"               # auto, float32, bfloat16
+seed = 42                    # of data order
+run = ""                     # name of this run; "" = that of the run it starts from
+out_dir = "out"              # where everything is written
+resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+bench = 0                    # time so many steps, write nothing, end with one line of JSON
+config = configure(globals())
+
+# --- SETUP -----------------------------------------------------------------------------------------------------------
+dev = setup(device_type, dtype, seed)
+parent = find_checkpoint(out_dir, init_from or "mid")
+run_dir = Path(out_dir) / "sft" / (run or Path(parent["path"]).parent.name)
+started = find_resume(run_dir, config, resume, parent["seal"]) if not bench else None
+tok = find_tokenizer(out_dir, parent)
+auto(f"starting from {parent['path']}")
+
+# --- DATA ------------------------------------------------------------------------------------------------------------
+T = parent["model"]["max_seq_len"]
+train_tasks, test_tasks = make_tasks(tasks, "train"), make_tasks(tasks, "test", eval_problems)
+mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
+blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=False)
+block_rows, filled, supervised = describe_block(blocks(0, 0), T + 1)
+auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, about {human(n_blocks * block_rows * T)} tokens; "
+     f"rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
+
+# --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
+model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
+device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size or parent["batch"], T, device_batch_size, dev, model)
+rates = {k: v * lr_frac * math.sqrt(total_batch_size / parent["batch"]) for k, v in parent["rates"].items()}
+optimizer = Muon(model.param_groups(**rates), dev)
+optimizer.load_state_dict(load_weights(started or parent, "optim.pt"))  # the momenta go on too
+auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
+
+# --- HORIZON ---------------------------------------------------------------------------------------------------------
+num_steps = bench + 3 if bench else num_iterations or max(1, round(n_blocks * block_rows * T / total_batch_size))
+auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / (n_blocks * block_rows * T):.2f} epochs")
+loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, state=started and started["loader"])
+batches = iter(loader)
+step, metrics = (started["step"], started["metrics"]) if started else (0, {"tokens": 0, "seconds": 0.0})
+if started:
+    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
+    if step >= num_steps:
+        cleanup()
+        raise SystemExit(0)
+
+
+def lr_multiplier(step):
+    """Warm-up, flat, then a straight line down."""
+    warmdown = max(1, round(warmdown_ratio * num_steps))
+    return min(1.0, (step + 1) / max(1, warmup_steps), final_lr + (1 - final_lr) * (num_steps - step) / warmdown)
+
+
+# --- LOOP ------------------------------------------------------------------------------------------------------------
+log = Log(run_dir, "sft", num_steps, metrics["seconds"], step) if not bench else None
+times, bad_steps = [], 0
+while True:
+    last = step == num_steps
+    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
+        state = optimizer.state_dict()  # gathered: all ranks take part
+        metrics["seconds"] = log.seconds
+        if dev.is_main:
+            save_checkpoint(run_dir, step, model.state_dict(), state, {
+                "stage": "sft", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"], "parent": parent["seal"],
+                "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+        dev.barrier()
+    if not bench and (last or (eval_every and step % eval_every == 0)):
+        scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
+        log.write(step, tasks={n: r["acc"] for n, r in scores.items()})
+        log.line(step, [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
+    if last:
+        break
+
+    t0 = time.time()
+    multiplier = lr_multiplier(step)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+    optimizer.zero_grad()
+    passes = [next(batches) for _ in range(grad_accum_steps)]  # (inputs, targets), (B, T) each
+    scored = dev.sum(sum(int((targets >= 0).sum()) for _, targets in passes))  # tokens, over all passes and ranks
+    loss_sum = torch.zeros((), device=dev.device)
+    for inputs, targets in passes:
+        with dev.autocast():
+            loss = model(inputs, targets) / max(1, scored)  # summed nats: what passes and ranks contribute just adds up
+        loss.backward()
+        loss_sum += loss.detach()
+    grad_norm = optimizer.step()
+    train_loss = dev.sum(loss_sum).item()
+    dev.synchronize()
+    dt = time.time() - t0
+    step += 1
+    bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
+    if bad_steps:
+        warn(f"step {step}: the gradient is not finite, the step was skipped ({bad_steps} in a row)")
+        if bad_steps == 10:
+            fail(f"ten steps in a row had no finite gradient: lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
+    metrics["tokens"] += total_batch_size
+    times = (times + [dt])[-50:]
+    typical = sorted(times)[len(times) // 2]
+    if not bench:
+        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), tokens=metrics["tokens"])
+    if log and (step % 10 == 0 or step <= 3):
+        log.line(step, [f"loss {train_loss:.4f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms", f"{human(total_batch_size / typical)} tok/s",
+                        f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
+
+# --- END -------------------------------------------------------------------------------------------------------------
+if bench:
+    typical = sorted(times[3:])[len(times[3:]) // 2]
+    print0(json.dumps({"tok_per_s": round(total_batch_size / typical), "ms_per_step": round(1000 * typical, 1), "peak_gb": round(dev.peak_memory_gb(), 2),
+                       "hardware": f"{dev.world_size} x {dev.name}"}))
+elif dev.is_main:
+    write_report(out_dir)
+    print0(f"fine-tuned on {human(metrics['tokens'])} tokens in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python train_rl.py")
+cleanup()
