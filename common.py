@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import datetime
 import difflib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -132,11 +133,11 @@ def parse_knob(key, text, default):
 
 def read_config_block(path):
     """The CONFIG block of a script: the lower-case `name = constant` lines between the line that says CONFIG and the next
-    section or configure(). -> (names, text, docstring of the script)"""
+    empty line or configure(). -> (names, text, docstring of the script)"""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("# --- CONFIG")) + 1
-    last = next(i for i in range(first, len(lines)) if lines[i].startswith("# ---") or "configure(" in lines[i])
+    last = next(i for i in range(first, len(lines)) if not lines[i].strip() or "configure(" in lines[i])
     block = "\n".join(lines[first:last]).strip()
     names = [t.id for node in ast.parse(block).body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)]
     return names, block, ast.get_docstring(ast.parse(source)) or ""
@@ -165,6 +166,8 @@ def configure(g, argv=None):
             fail(f"what is {arg!r}? Knobs are given as --name=value; --help lists them")
         key, eq, value = arg.lstrip("-").partition("=")
         key = key.replace("-", "_")
+        if key == "run_name" and "run" in knobs:
+            key = "run"  # under Python < 3.12, torchrun takes --run for an abbreviation of its own --run-path
         if arg == f"-{key}" and len(key) == 1:  # -p as a short form of the one knob that begins so
             key = next((k for k in knobs if k.startswith(key)), key)
         if key not in knobs:
@@ -207,6 +210,12 @@ class Device:
     @property
     def is_main(self):
         return self.rank == 0
+
+    @property
+    def first_choice(self):
+        """(tokens of context, tokens per optimizer step) where nobody chose; 0 = by the horizon. A slow device wants short
+        rows and many small steps, or its user waits minutes for the first sign of life."""
+        return {"cpu": (512, 2**12), "mps": (512, 2**14)}.get(self.type, (2048, 0))
 
     def autocast(self):
         if self.dtype == torch.float32:
@@ -344,9 +353,9 @@ def setup(device_type="auto", dtype="auto", seed=42):
         torch.backends.cuda.matmul.allow_tf32 = True
     dtype, why = choose_dtype(kind, name, dtype)
     if WORLD_SIZE > 1:  # a probe may end differently on two ranks
-        box = [str(dtype)]
-        dist.broadcast_object_list(box, src=0, device=device)
-        dtype = getattr(torch, box[0].split(".")[1])
+        box = [dtype]
+        dist.broadcast_object_list(box, src=0)
+        dtype = box[0]
     torch.manual_seed(seed)
     dev = Device(device, kind, name, dtype, RANK, local, WORLD_SIZE)
     threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
@@ -378,6 +387,27 @@ def split_batch(total_batch_size, T, device_batch_size, dev, model):
     auto(f"batch {total} tokens = {device_batch_size} rows x {T} x {dev.world_size} devices x {passes} passes"
          + (f" (asked for {total_batch_size}: rounded to whole rows)" if total != total_batch_size else ""))
     return device_batch_size, passes, total
+
+
+def decided_by_main(function):
+    """Decorator: rank 0 alone runs the function and every rank gets its answer, so that all take the same path. A fail()
+    in it ends every rank."""
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if not dist.is_initialized():
+            return function(*args, **kwargs)
+        box = [None]
+        if RANK == 0:
+            try:
+                box = [("answer", function(*args, **kwargs))]
+            except SystemExit as e:
+                box = [("exit", e.code)]
+        dist.broadcast_object_list(box, src=0)
+        if box[0][0] == "exit":
+            cleanup()
+            sys.exit(box[0][1])
+        return box[0][1]
+    return wrapper
 
 
 # --- files: checkpoints ----------------------------------------------------------------------------------------------
@@ -450,6 +480,7 @@ def newest_checkpoint(run_dir):
     return None
 
 
+@decided_by_main
 def find_checkpoint(out_dir, source):
     """The newest checkpoint of a stage, of 'stage/tag', or at a path. -> meta, or ends with what to do."""
     path = Path(source)
@@ -479,6 +510,7 @@ FREE_KNOBS = {"device_type", "dtype", "device_batch_size", "out_dir", "eval_ever
               "run", "bench", "log_every"}
 
 
+@decided_by_main
 def find_resume(run_dir, config, resume, parent=""):
     """What to do about an earlier run in run_dir: its newest checkpoint's meta to continue from, or None to start.
 
@@ -490,13 +522,13 @@ def find_resume(run_dir, config, resume, parent=""):
         changed = [f"{k} {meta['config'].get(k)!r} -> {v!r}" for k, v in config.items()
                    if k not in FREE_KNOBS and k in meta["config"] and meta["config"][k] != v]
         if changed:
-            fail(f"{run_dir} holds a run with other knobs ({', '.join(changed)}): name this one with --run=NAME, "
+            fail(f"{run_dir} holds a run with other knobs ({', '.join(changed)}): name this one with --run_name=NAME, "
                  "or give --resume=0 to start over (the old run is kept)")
         if meta.get("parent", "") != parent:
             reason = "the checkpoint it started from has changed"
     if meta and not reason:
         return meta
-    if RANK == 0 and (run_dir / "log.jsonl").exists():
+    if (run_dir / "log.jsonl").exists():
         if meta:
             aside = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.old{n}")).exists())
             os.replace(run_dir, aside)

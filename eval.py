@@ -97,7 +97,7 @@ class Arithmetic(RuleTask):
              "*": ["What is {a} * {b}?", "Calculate {a} * {b}.", "{a}乘{b}等于多少？",
                    "There are {a} boxes with {b} pens each. How many pens are there?", "有{a}个盘子，每个盘子{b}个梨，一共有几个梨？"]}
 
-    def __init__(self, split="train", size=10_000, mental=0.5):
+    def __init__(self, split="train", size=10_000, mental=0.6):
         super().__init__(split, size)
         self.mental = mental  # share of answers without the calculator
 

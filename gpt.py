@@ -8,6 +8,7 @@ in which prompts of any lengths run side by side and a calculator answers inside
 import ast
 import math
 import operator
+import re
 from collections import deque
 from dataclasses import asdict, dataclass
 
@@ -210,9 +211,11 @@ class KVCache:
         self.longest = 0  # max(lengths), known without asking the device
 
     def open(self, T):
-        """Positions (B, T) of the T tokens to come, and the mask (B, 1, T, S) of the keys each may look at."""
-        self.pos = self.lengths[:, None] + torch.arange(T, device=self.lengths.device)
-        self.end = self.longest + T
+        """Positions (B, T) of the T tokens to come, and the mask (B, 1, T, S) of the keys each may look at. A row that has
+        ended but is still in the batch may stand at the edge: it stays there."""
+        size = self.k.size(3)
+        self.pos = (self.lengths[:, None] + torch.arange(T, device=self.lengths.device)).clamp_(max=size - 1)
+        self.end = min(self.longest + T, size)
         if self.longest == 0:
             return self.pos, None  # nothing before: plain causal attention
         seen = torch.arange(self.end, device=self.pos.device)
@@ -228,7 +231,7 @@ class KVCache:
     def advance(self, lengths):
         """lengths: list, how many of the tokens just given count for each row (padding on the right does not)."""
         self.lengths += torch.tensor(lengths, device=self.lengths.device)
-        self.longest = max(self.longest, self.end if len(set(lengths)) == 1 else self.longest + max(lengths))
+        self.longest = min(self.longest + max(lengths), self.k.size(3))
 
     def select(self, rows):
         """Keep these rows (a list, repeats allowed), in this order."""
@@ -359,11 +362,13 @@ def calculator(text):
             raise ValueError("not a number of sensible size")
         return value
 
-    text = text.strip().replace(",", "") if "'" not in text and '"' not in text else text.strip()
-    if len(text) > 200:
+    bare = re.sub(r"'[^'\\]*'|\"[^\"\\]*\"", "", text)  # without its string literals
+    if len(text) > 200 or not re.fullmatch(r"(?:[\d\s.,+\-*/%()]|\.count(?=\())*", bare):
         return None
+    if bare == text:
+        text = text.replace(",", "")  # 1,234
     try:
-        value = walk(ast.parse(text, mode="eval").body)
+        value = walk(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
         return None
     if isinstance(value, float):

@@ -406,13 +406,10 @@ def fill_row(row, block, capacity, bos):
     """One packed row as (ids, mask), each (capacity,). block: list of ids, or of (ids, mask); padding has mask 0."""
     ids, mask, at = np.full(capacity, bos, dtype=np.int64), np.zeros(capacity, dtype=bool), 0
     for i, start, stop in row:
-        at += start > 0
         piece, trained = block[i] if isinstance(block[i], tuple) else (block[i], None)
-        end = at + stop - start
-        ids[at:end] = piece[start:stop]
+        end = at + (start > 0) + stop - start  # a rest is led by a <|bos|> of its own
+        ids[at + (start > 0) : end] = piece[start:stop]
         mask[at:end] = True if trained is None else trained[start:stop]
-        if trained is None:
-            mask[at - (start > 0)] = at > 0 or start > 0  # a <|bos|> inside a row is predicted like any other token
         at = end
     return ids, mask
 

@@ -29,7 +29,7 @@ depth = 12                   # layers; width, heads, batch, learning rates and h
 model_dim = 0                # width; 0 = 64 * depth
 head_dim = 0                 # 0 = 64 up to width 512, else 128
 n_kv_head = 0                # key-value heads; 0 = as many as heads, fewer = grouped-query attention
-max_seq_len = 2048           # tokens of context
+max_seq_len = 0              # tokens of context; 0 = 2048, on cpu and mps 512
 softcap = 15.0               # cap on the logits; 0 = off
 value_embeds = True          # token embeddings mixed into the values of every other layer
 layer_lambdas = True         # learned per-layer mix of the residual stream and the first hidden state
@@ -38,7 +38,7 @@ num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
 target_param_data_ratio = 12.0  # training tokens per parameter (of the blocks and the head)
 # batch
-total_batch_size = 0         # tokens per optimizer step over all devices; 0 = by the horizon
+total_batch_size = 0         # tokens per optimizer step over all devices; 0 = by the horizon, on cpu 4096 and mps 16384
 device_batch_size = 0        # rows per device per forward; 0 = choose for me
 # learning: rates are for the width and batch named in the code, and scaled from there
 matrix_lr = 0.02             # Muon, block matrices
@@ -46,7 +46,7 @@ embed_lr = 0.3               # AdamW, token and value embeddings
 head_lr = 0.008              # AdamW, the head
 scalar_lr = 0.04             # AdamW, per-layer lambdas
 weight_decay = 0.1           # Muon matrices, cautious; falls to 0 linearly
-lr_scale = 0.0               # multiplies all rates; 0 = sqrt(batch / 2**19)
+lr_scale = 0.0               # multiplies all rates; 0 = sqrt(batch / 2**19), at least 1
 warmup_steps = 10            # steps of linear warm-up
 warmdown_ratio = 0.6         # share of the steps in which the rates fall
 final_lr = 0.05              # where they end, as a share
@@ -59,7 +59,7 @@ save_every = 500             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
 seed = 42                    # of initialisation and data order
-run = ""                     # name of this run; "" = d<depth>
+run = ""                     # name of this run (under torchrun write --run_name); "" = d<depth>
 out_dir = "out"              # where everything is written
 resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
 bench = 0                    # time so many steps, write nothing, end with one line of JSON
@@ -75,6 +75,7 @@ tok = find_tokenizer(out_dir, started)
 # (before DATA in this stage only: the horizon, and with it how much text is wanted, follows from the model)
 width = model_dim or 64 * depth
 head = head_dim or (64 if width <= 512 else 128)
+max_seq_len = max_seq_len or dev.first_choice[0]
 if width % head or depth < 1:
     fail(f"width {width} is not a multiple of the head dimension {head}: set --model_dim or --head_dim")
 heads = width // head
@@ -87,12 +88,12 @@ auto(f"depth {depth}: width {width}, {heads} heads of {head}, {human(params)} pa
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 target_tokens = target_flops / flops_per_token if target_flops else target_param_data_ratio * matmul_params
-if not total_batch_size:  # the best batch grows slowly with the number of tokens; 2**19 at d12 (1.3B tokens)
-    best = 2**19 * (target_tokens / 1.3e9) ** 0.383
-    total_batch_size = max(2**12, 2 ** round(math.log2(best)))
+if not total_batch_size:  # the best batch grows slowly with the number of tokens: 2**19 at d12 (1.3B tokens)
+    best = 2 ** round(math.log2(2**19 * (target_tokens / 1.3e9) ** 0.383))
+    total_batch_size = dev.first_choice[1] or max(2**14, best)
 device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev, model)
 num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
-lr_scale = lr_scale or math.sqrt(total_batch_size / 2**19)
+lr_scale = lr_scale or max(1.0, math.sqrt(total_batch_size / 2**19))
 auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / matmul_params:.1f} per parameter")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ save_every = 500             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
 seed = 42                    # of data order
-run = ""                     # name of this run; "" = that of the run it starts from
+run = ""                     # name of this run (under torchrun write --run_name); "" = that of the run it starts from
 out_dir = "out"              # where everything is written
 resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
 bench = 0                    # time so many steps, write nothing, end with one line of JSON

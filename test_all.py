@@ -1,0 +1,856 @@
+"""
+Does it all work?
+
+    python test_all.py                # everything
+    python test_all.py --fast         # under two minutes
+    python test_all.py -k tokenizer   # what pytest takes, this takes
+
+Checked against an outside truth where there is one (rustbpe, torch's AdamW, an SVD, the `tokenizers` library, a closed
+form), else against an invariant (cached decoding equals the full forward, N ranks equal one, resumed equals straight).
+"""
+import common  # noqa: F401  (first, as in every script)
+
+import http.server
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+import eval as evaluation
+import tokenizer as tokenizer_module
+from common import Device, parse_knob
+from gpt import GPT, GPTConfig, KVCache, calculator, complete, sample_tokens
+from muon import Muon, orthogonalize
+from tokenizer import RowLoader, Tokenizer, fill_row, pack_rows, render_blocks, train_bpe
+
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parent / "shared" / "data"  # real text; tests that want it are skipped where it is not
+CPU = Device(torch.device("cpu"), "cpu", "test", torch.float32, 0, 0, 1)
+slow = pytest.mark.slow
+
+
+def ranks(n):
+    """Stand-ins for the ranks of a run of n, for code that only asks which one it is."""
+    return [Device(torch.device("cpu"), "cpu", "test", torch.float32, r, r, n) for r in range(n)]
+
+
+def run(*args, check=True, env=None, timeout=300, nproc=1):
+    """Run one of the scripts as a user would. -> CompletedProcess with .out, stdout and stderr together"""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    done = subprocess.run([sys.executable, *torchrun, *map(str, args)], cwd=HERE, capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})})
+    done.out = done.stdout + done.stderr
+    assert not check or done.returncode == 0, done.out
+    return done
+
+
+@pytest.fixture(scope="session")
+def tok(tmp_path_factory):
+    """A small tokenizer, trained by our own trainer on two of our sources, saved and loaded again."""
+    text = (HERE / "gpt.py").read_text(encoding="utf-8") + (HERE / "eval.py").read_text(encoding="utf-8")
+    counts = tokenizer_module.Counter(tokenizer_module.regex.findall(tokenizer_module.PATTERN, text))
+    merges = train_bpe({w.encode(): n for w, n in counts.items()}, 400)
+    pieces = [bytes([b]) for b in range(256)]
+    for a, b in merges:
+        pieces.append(pieces[a] + pieces[b])
+    folder = tmp_path_factory.mktemp("tok")
+    Tokenizer({p: i for i, p in enumerate(pieces)}).save(folder, {})
+    return Tokenizer.load(folder)
+
+
+def tiny(vocab=300, **kw):
+    """A small model whose every weight counts (a fresh one has zeros that hide mistakes)."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**dict(vocab_size=vocab, max_seq_len=64, n_layer=3, n_head=4, n_kv_head=4, n_embd=32), **kw}))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+SCRIPT = '"""A script."""\n# --- CONFIG ---\ndepth = 4  # layers\nlr = 1.0\nname = ""\nfast = False\nlimit = None\n'
+
+
+def knobs(tmp_path, *argv):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT + "config = configure(globals())\n")
+    g = {"__file__": str(path)}
+    exec(SCRIPT, g)
+    return common.configure(g, list(argv))
+
+
+def test_knobs_are_read_in_every_form(tmp_path):
+    (tmp_path / "k").write_text("# a file\ndepth = 12\nlr = 2e-3  # a comment\n")
+    assert knobs(tmp_path, "--depth=2**3", "--lr", "3", "--fast", "--name=a=b") == {"depth": 8, "lr": 3.0, "name": "a=b", "fast": True, "limit": None}
+    assert knobs(tmp_path, f"@{tmp_path / 'k'}", "--fast=false")["lr"] == 0.002
+    assert knobs(tmp_path, "--limit=1e-3")["limit"] == 0.001 and knobs(tmp_path, "--depth=1_000")["depth"] == 1000
+    assert type(knobs(tmp_path, "--lr=1")["lr"]) is float and knobs(tmp_path, "--depth=1e3")["depth"] == 1000
+
+
+@pytest.mark.parametrize("argv, says", [(["--dept=3"], "did you mean --depth"), (["--depth=x"], "whole number"), (["--depth=0.5"], "whole number"),
+                                        (["--lr=fast"], "is a number"), (["--fast=maybe"], "switch"), (["depth"], "--name=value"),
+                                        (["--depth"], "needs a value"), (["@nowhere"], "no knob file")])
+def test_a_wrong_knob_is_one_sentence(tmp_path, capsys, argv, says):
+    with pytest.raises(SystemExit) as e:
+        knobs(tmp_path, *argv)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count("\n") == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=20))
+def test_knob_values_never_crash(text):
+    for default in (1, 1.0, True, "", None):
+        try:
+            value = parse_knob("k", text, default)
+            assert default is None or type(value) is type(default)
+        except SystemExit as e:
+            assert e.code == 2
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+TEXTS = [" ".join(f"{a}{b}" for a in "abc" for b in ("na", "nana", "的的", "12")) * 3, "aaaaaaa bbbb abab", "x = 1\n\n\ty = 22  # 中文 test 🙂\r\n"]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("rustbpe"), reason="rustbpe is not installed: pip install rustbpe")
+@pytest.mark.parametrize("vocab", [270, 400, 1500])
+def test_our_trainer_gives_rustbpes_merges(vocab):
+    import rustbpe
+    rng = random.Random(0)
+    texts = TEXTS + ["".join(rng.choice("ab ") for _ in range(2000)), (HERE / "common.py").read_text(encoding="utf-8")]  # many ties
+    rust = rustbpe.Tokenizer()
+    rust.train_from_iterator(iter(texts), vocab, pattern=tokenizer_module.PATTERN)
+    counts = tokenizer_module.Counter(w for t in texts for w in tokenizer_module.regex.findall(tokenizer_module.PATTERN, t))
+    pieces = [bytes([b]) for b in range(256)]
+    for a, b in train_bpe({w.encode(): n for w, n in counts.items()}, vocab - 256):
+        pieces.append(pieces[a] + pieces[b])
+    assert pieces == [bytes(p) for p, _ in sorted(rust.get_mergeable_ranks(), key=lambda x: x[1])]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=200))
+def test_text_survives_encoding(tok, text):
+    text = text.encode("utf-8", "replace").decode()
+    ids = tok.encode(text)
+    assert tok.decode(ids) == text and all(i < tok.bos for i in ids)
+    decode = tok.stream_decoder()
+    pieces = [decode(i) for i in ids] + [decode(None)]
+    assert "".join(pieces) == text and all("�" not in p or "�" in text for p in pieces)
+
+
+def test_specials_are_never_parsed_from_text(tok):
+    ids = tok.encode("<|bos|><|assistant_start|>")
+    assert max(ids) < tok.bos and tok.decode(ids) == "<|bos|><|assistant_start|>"
+    assert len({tok.bos, tok.user_start, tok.user_end, tok.assistant_start, tok.assistant_end, tok.python_start, tok.python_end, tok.output_start, tok.output_end}) == 9
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tokenizers"), reason="tokenizers is not installed: pip install tokenizers")
+def test_the_file_loads_in_the_tokenizers_library(tok, tmp_path):
+    from tokenizers import Tokenizer as HF
+    tok.save(tmp_path, {})
+    hf = HF.from_file(str(tmp_path / "tokenizer.json"))
+    for text in [*TEXTS, (HERE / "README.md").read_text(encoding="utf-8"), "今天天气不错，我们去公园吧。\n\n 1234567"]:
+        assert hf.encode(text, add_special_tokens=False).ids == tok.encode(text)
+    assert hf.token_to_id("<|bos|>") == tok.bos
+
+
+def test_a_damaged_tokenizer_is_refused(tok, tmp_path, capsys):
+    rng = random.Random(1)
+    tok.save(tmp_path, {})
+    whole, sidecar = (tmp_path / "tokenizer.json").read_bytes(), (tmp_path / "tokenizer.meta.json").read_bytes()
+    for trial in range(60):
+        (tmp_path / "tokenizer.json").write_bytes(whole)
+        (tmp_path / "tokenizer.meta.json").write_bytes(sidecar)
+        path = tmp_path / rng.choice(["tokenizer.json", "tokenizer.meta.json"])
+        data = bytearray(path.read_bytes())
+        if trial % 3 == 0:
+            data = data[: rng.randrange(len(data))]
+        elif trial % 3 == 1 and path.name == "tokenizer.json":
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        else:
+            path.unlink()
+            data = None
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(SystemExit) as e:
+            Tokenizer.load(tmp_path)
+        assert e.value.code == 2 and "python tokenizer.py" in capsys.readouterr().err
+
+
+CONVERSATION = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": [
+    {"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}, {"type": "text", "text": "It is 5."}]},
+    {"role": "user", "content": "谢谢"}, {"role": "assistant", "content": "不客气。"}]}
+
+
+def test_rendering_and_its_mask(tok):
+    ids, mask = tok.render_conversation(CONVERSATION)
+    e = tok.encode
+    parts = [([tok.bos, tok.user_start, *e("Be brief.\n\n2+3?"), tok.user_end, tok.assistant_start], 0), ([tok.python_start, *e("2+3"), tok.python_end], 1),
+             ([tok.output_start, *e("5"), tok.output_end], 0), ([*e("It is 5."), tok.assistant_end], 1),
+             ([tok.user_start, *e("谢谢"), tok.user_end, tok.assistant_start], 0), ([*e("不客气。"), tok.assistant_end], 1)]
+    assert ids == [i for part, _ in parts for i in part] and mask == [m for part, m in parts for _ in part]
+    cut = tok.render_conversation(CONVERSATION, 10)
+    assert cut == (ids[:10], mask[:10])
+    prompt = tok.render_for_completion(CONVERSATION)
+    assert prompt == ids[: len(prompt)] and prompt[-1] == tok.assistant_start and ids[len(prompt):] == [*e("不客气。"), tok.assistant_end]
+    with pytest.raises(AssertionError, match="take turns"):
+        tok.render_conversation({"messages": [{"role": "assistant", "content": "hi"}]})
+
+
+def test_token_bytes(tok):
+    sizes = tok.token_bytes()
+    text = "héllo 世界 = 42"
+    assert sizes[tok.encode(text)].sum() == len(text.encode()) and sizes[tok.bos :].sum() == 0
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+def test_the_embedded_text_is_there_and_has_no_duplicates():
+    docs = tokenizer_module.embedded_documents()
+    texts = [t for t, _ in docs]
+    assert len(texts) == len(set(texts)) > 200 and sum(map(len, texts)) > 5e6
+    assert {s for _, s in docs} >= {"code", "docs"} and docs == tokenizer_module.embedded_documents()
+    share = sum(tokenizer_module.is_val(t, 20) for t in texts) / len(texts)
+    assert 0.01 < share < 0.12, share
+
+
+def test_parquet_jsonl_and_txt_give_the_same_documents(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    docs = ["one", "二\n2", "three 🙂"]
+    pq.write_table(pa.table({"text": docs}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in docs), encoding="utf-8")
+    (tmp_path / "c.txt").write_text(docs[1], encoding="utf-8")
+    read = [[t for t, _ in tokenizer_module.read_shard(s, tmp_path)] for s in tokenizer_module.find_shards(str(tmp_path), tmp_path)]
+    assert read == [docs, docs, [docs[1]]]
+
+
+@pytest.mark.parametrize("make, says", [(lambda p: None, "not a folder"), (lambda p: p.mkdir(), "holds no"),
+                                        (lambda p: (p.mkdir(), (p / "x.jsonl").write_text("{}")), "line 1")])
+def test_unusable_text_is_one_sentence(tmp_path, capsys, make, says):
+    make(tmp_path / "d")
+    with pytest.raises(SystemExit) as e:
+        for shard in tokenizer_module.find_shards(str(tmp_path / "d"), tmp_path):
+            list(tokenizer_module.read_shard(shard, tmp_path))
+    assert e.value.code == 2 and says in capsys.readouterr().err
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 200), max_size=40), capacity=st.integers(40, 70))
+def test_packing_text_loses_next_to_nothing(lengths, capacity):
+    docs = [np.array([0, *range(1000 * i + 1, 1000 * i + n)]) for i, n in enumerate(lengths)]
+    rows, seen = pack_rows(lengths, capacity, split=True), []
+    for row in rows:
+        ids, mask = fill_row(row, docs, capacity, bos=0)
+        assert ids[0] == 0 and mask.sum() == sum(b - a + (a > 0) for _, a, b in row)
+        assert all(start == 0 or a < stop for a, (_, start, stop) in enumerate(row))
+        seen += [i for i in ids if i]
+    assert len(seen) == len(set(seen)), "a token came twice"
+    everything = sum(n - 1 for n in lengths)
+    assert everything - len(seen) <= tokenizer_module.MIN_REST * len(lengths) and (len(rows) < 2 or sum(len(r) for r in rows) > 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=40))
+def test_packing_conversations_keeps_each_whole(lengths):
+    rows = pack_rows(lengths, 50, split=False)
+    assert sorted(p for row in rows for p in row) == [(i, 0, n) for i, n in enumerate(lengths)]
+    assert all(sum(b - a for _, a, b in row) <= 50 for row in rows)
+
+
+def conversations(n):
+    return [{"messages": [{"role": "user", "content": "x" * (i % 17)}, {"role": "assistant", "content": f"answer {i}"}]} for i in range(n)]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_rows_are_the_same_for_any_number_of_ranks_and_after_a_stop(tok, split):
+    blocks, n = render_blocks(conversations(100), tok, 65, every_token=True, size=40)
+    if split:
+        rng = np.random.default_rng(0)
+        text = [[rng.integers(0, 256, size) for size in (300, 20, 90)] for _ in range(3)]
+        blocks, n = (lambda block, epoch: text[block]), 3
+
+    def take(world, steps, B=6, state=None):
+        loaders = [iter(RowLoader(blocks, n, 64, B // world, tok, d, split, state)) for d in ranks(world)]
+        return [torch.cat([next(it)[0] for it in loaders]) for _ in range(steps)]
+
+    straight = take(1, 12)
+    for world in (2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(straight, take(world, 12)))
+    loader = RowLoader(blocks, n, 64, 6, tok, CPU, split)
+    it = iter(loader)
+    for _ in range(7):
+        next(it)
+    again = take(1, 5, state=json.loads(json.dumps(loader.state)))
+    assert all(torch.equal(a, b) for a, b in zip(straight[7:], again))
+
+
+def test_only_the_assistant_is_scored_in_sft_and_everyone_in_mid(tok):
+    for every in (True, False):
+        blocks, n = render_blocks([CONVERSATION], tok, 65, every_token=every)
+        inputs, targets = next(iter(RowLoader(blocks, n, 64, 1, tok, CPU, split=False)))
+        ids, mask = tok.render_conversation(CONVERSATION)
+        want = [t if every or m else -1 for t, m in zip(ids[1:], mask[1:])]
+        assert targets[0].tolist() == want + [-1] * (64 - len(want)) and inputs[0, : len(ids)].tolist() == ids
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+VARIANTS = [dict(), dict(n_kv_head=2), dict(qk_norm=False, softcap=0.0), dict(value_embeds=False, layer_lambdas=False), dict(n_layer=1, n_head=1, n_kv_head=1)]
+
+
+@pytest.mark.parametrize("kw", VARIANTS)
+def test_cached_decoding_equals_the_full_forward(kw):
+    model = tiny(**kw).eval()
+    lengths = [9, 1, 17]
+    rows = [torch.randint(0, 300, (n + 6,)).tolist() for n in lengths]
+    cache = KVCache(model.config, 3, 32, torch.device("cpu"), torch.float32)
+    with torch.inference_mode():
+        prompt = torch.tensor([r[:n] + [0] * (17 - n) for r, n in zip(rows, lengths)])
+        got = [model(prompt, cache=cache, last=torch.tensor(lengths) - 1)]
+        cache.advance(lengths)
+        for t in range(5):
+            got.append(model(torch.tensor([[r[n + t]] for r, n in zip(rows, lengths)]), cache=cache)[:, 0])
+            cache.advance([1, 1, 1])
+        for b, (row, n) in enumerate(zip(rows, lengths)):
+            full = model(torch.tensor([row]))[0]
+            for t in range(6):
+                torch.testing.assert_close(got[t][b], full[n - 1 + t], atol=2e-5, rtol=1e-4)
+
+
+def test_the_loss_in_chunks_is_the_loss():
+    model, idx = tiny(), torch.randint(0, 300, (4, 32))
+    targets = idx.roll(-1, 1).masked_fill(torch.rand(4, 32) < 0.3, -1)
+    plain = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+    plain.backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    hidden, call = [], model.loss
+    model.loss = lambda x, t, r: hidden.append(1) or call(x, t, r, limit=300 * 7)  # chunks of 7 rows
+    chunked = model(idx, targets)
+    chunked.backward()
+    assert hidden
+    torch.testing.assert_close(chunked, plain)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[n], atol=1e-4, rtol=1e-4)
+    each = model(idx, targets, reduction="none")
+    assert each.shape == (4, 32) and torch.allclose(each.sum(), plain) and (each[targets < 0] == 0).all()
+
+
+def test_a_fresh_model_guesses_uniformly_and_looks_only_back():
+    model = GPT(GPTConfig(vocab_size=300, max_seq_len=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32))
+    idx = torch.randint(0, 300, (2, 64))
+    assert abs(model(idx, idx).item() / 128 - math.log(300)) < 0.05
+    model = tiny()
+    other = idx.clone()
+    other[:, 40:] = 7
+    assert torch.allclose(model(idx)[:, :40], model(other)[:, :40], atol=1e-5)
+    assert not torch.allclose(model(idx)[:, 41], model(other)[:, 41], atol=1e-3)
+
+
+def test_generation_equals_recomputing_from_scratch(tok):
+    model = tiny(tok.vocab_size).eval()
+    prompts = [torch.randint(0, 256, (n,)).tolist() for n in (1, 30, 7, 60, 13)]
+    together = complete(model, tok, prompts, CPU, temperature=0, max_new_tokens=20)
+    for prompt, [(tokens, mask)] in zip(prompts, together):
+        row = list(prompt)
+        with torch.inference_mode():
+            for token, sampled in zip(tokens, mask):
+                if sampled:
+                    assert token == model(torch.tensor([row]))[0, -1].argmax()
+                row.append(token)
+        assert len(row) <= 64 and (len(tokens) == 20 or len(row) == 64 or tokens[-1] in (tok.assistant_end, tok.bos))
+        assert complete(model, tok, [prompt], CPU, temperature=0, max_new_tokens=20) == [[(tokens, mask)]]
+    several = complete(model, tok, prompts[:2], CPU, num_samples=3, temperature=1.0, max_new_tokens=5, seed=1)
+    assert [len(g) for g in several] == [3, 3] and several == complete(model, tok, prompts[:2], CPU, num_samples=3, temperature=1.0, max_new_tokens=5, seed=1)
+
+
+def test_the_calculators_answer_is_forced_and_not_counted_as_sampled(tok):
+    """A model that says exactly: <python> 6*7 <python_end> whatever <assistant_end>."""
+    script = [tok.python_start, *tok.encode("6*7"), tok.python_end, None, None, *tok.encode("ok"), tok.assistant_end]
+    forced = [tok.output_start, *tok.encode("42"), tok.output_end]
+
+    class Scripted:
+        config = GPTConfig(vocab_size=tok.vocab_size, max_seq_len=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=2)
+
+        def __init__(self):
+            self.said = [t for t in script if t is not None]
+            self.queue = self.said[: len(tok.encode("6*7")) + 2] + [7] * len(forced) + self.said[len(tok.encode("6*7")) + 2 :]
+
+        def __call__(self, idx, cache, last):
+            cache.open(idx.size(1))
+            return F.one_hot(torch.tensor([self.queue.pop(0)]), tok.vocab_size).float()
+
+    [[(tokens, mask)]] = complete(Scripted(), tok, [[tok.bos]], CPU, temperature=0)
+    call = [tok.python_start, *tok.encode("6*7"), tok.python_end]
+    assert tokens == call + forced + tok.encode("ok") + [tok.assistant_end]
+    assert mask == [1] * len(call) + [0] * len(forced) + [1] * (len(tok.encode("ok")) + 1)
+    assert evaluation.visible_text(tok, tokens) == "ok"
+
+
+def test_sampling_follows_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(40_000, 1)
+    generator = torch.Generator().manual_seed(0)
+    for temperature, top_k in ((1.0, 0), (0.5, 0), (2.0, 2)):
+        scaled = logits[0] / temperature
+        if top_k:
+            scaled[scaled < scaled.topk(top_k).values[-1]] = float("-inf")
+        p = scaled.softmax(0)
+        counts = torch.bincount(sample_tokens(logits, temperature, top_k, generator), minlength=4).float()
+        keep = p > 0
+        chi2 = ((counts - 40_000 * p)[keep] ** 2 / (40_000 * p[keep])).sum()
+        assert chi2 < 20 and counts[~keep].sum() == 0  # 3 degrees of freedom: p < 0.0002
+    assert sample_tokens(logits[:3], 0, 0, None).tolist() == [2, 2, 2]
+
+
+def test_calculator():
+    right = {"17+25": "42", "2*(3+4)": "14", "7/2": "3.5", "1,234+1": "1235", "-5 + 3": "-2", "10/5": "2", "'strawberry'.count('r')": "3", '"aa".count("a")+1': "3", "7//2": "3", "9%4": "1"}
+    for text, value in right.items():
+        assert calculator(text) == value, text
+    for text in ["__import__('os').system('ls')", "9**9**9", "1/0", "(" * 300, "'a'*10**9", "abs(-1)", "x", "", "1;2", "open('f')", "'a'.upper()", "1e999", "True", "'\\x'", "12and 3",
+                 "99999999999*99999999999", "[1]", "'a'.count(1)", "lambda:1", "1 if 1 else 2"]:
+        assert calculator(text) is None, text
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="0123456789+-*/%().,' \"acount", max_size=60))
+@pytest.mark.filterwarnings("error")
+def test_calculator_never_crashes_or_warns(text):
+    result = calculator(text)
+    assert result is None or len(result) < 40
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+def test_orthogonalize_is_close_to_the_polar_factor():
+    for shape in ((3, 20, 50), (2, 50, 20), (1, 32, 32)):
+        g = torch.randn(shape)
+        u, _, vh = torch.linalg.svd(g, full_matrices=False)
+        x = orthogonalize(g)
+        s = torch.linalg.svdvals(x)
+        assert 0.5 < s.min() and s.max() < 1.3
+        cosine = F.cosine_similarity(x.flatten(1), (u @ vh).flatten(1))
+        assert (cosine > 0.97).all(), cosine
+
+
+def test_adamw_equals_torchs():
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(7, 5)) for _ in range(2))
+    a = Muon([dict(kind="adamw", names=["w"], params=[ours], lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)], CPU)
+    b = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for _ in range(20):
+        ours.grad = torch.randn(7, 5)
+        theirs.grad = ours.grad.clone()
+        a.step(), b.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_muon_equals_its_formula_and_skips_a_bad_step():
+    torch.manual_seed(0)
+    ws = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(3)]
+    opt = Muon([dict(kind="muon", names=list("abc"), params=ws, lr=0.1, momentum=0.9, weight_decay=0.2)], CPU)
+    w, buf = ws[1].detach().clone(), torch.zeros(8, 4)
+    for _ in range(3):
+        for p in ws:
+            p.grad = torch.randn(8, 4)
+        g = ws[1].grad
+        buf = 0.9 * buf + 0.1 * g
+        u = orthogonalize((0.1 * g + 0.9 * buf)[None])[0]
+        w = w - 0.1 * 0.2 * w * (u * w > 0) - 0.1 * math.sqrt(2) * u
+        opt.step()
+    torch.testing.assert_close(ws[1].detach(), w, atol=1e-5, rtol=1e-4)
+    before = [p.detach().clone() for p in ws]
+    ws[0].grad = torch.full((8, 4), float("nan"))
+    assert not math.isfinite(opt.step()) and all(torch.equal(a, b) for a, b in zip(before, ws))
+
+
+def test_every_parameter_is_in_one_group_and_the_state_round_trips():
+    model = tiny()
+    rates = dict(matrix_lr=0.02, embed_lr=0.1, head_lr=0.01, scalar_lr=0.01)
+    groups = model.param_groups(**rates)
+    assert sorted(n for g in groups for n in g["names"]) == sorted(n for n, _ in model.named_parameters())
+    assert all(p.ndim == 2 and n.startswith("blocks") for g in groups if g["kind"] == "muon" for n, p in zip(g["names"], g["params"]))
+    a, idx = Muon(groups, CPU), torch.randint(0, 300, (2, 32))
+    for _ in range(2):
+        a.zero_grad()
+        model(idx, idx).backward()
+        a.step()
+    twin = tiny()
+    twin.load_state_dict(model.state_dict())
+    b = Muon(twin.param_groups(**rates), CPU)
+    b.load_state_dict(a.state_dict())
+    for m, opt in ((model, a), (twin, b)):
+        opt.zero_grad()
+        m(idx, idx).backward()
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
+    with pytest.raises(AssertionError, match="two groups"):
+        Muon(groups + groups[:1], CPU)
+
+
+# --- tasks and measures ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", list(evaluation.RULE_TASKS))
+def test_rule_made_tasks(name, tok):
+    train, test = evaluation.RULE_TASKS[name]("train", 1500), evaluation.RULE_TASKS[name]("test", 200)
+    asked = [{c["messages"][0]["content"] for c in t} for t in (map(train.__getitem__, range(1500)), map(test.__getitem__, range(200)))]
+    assert not asked[0] & asked[1], "a test question is in the training set"
+    assert train[7] == train[7] and len(test) == 200
+    for i in range(200):
+        c = test[i]
+        ids, mask = tok.render_conversation(c)
+        answer = [t for t, m in zip(ids, mask)][len(tok.render_for_completion(c)):]
+        assert test.grade(c, evaluation.visible_text(tok, answer)) == 1.0, c
+        assert test.grade(c, "no") == 0.0 and test.grade(c, "") == 0.0
+        for part, result in zip(c["messages"][1]["content"], c["messages"][1]["content"][1:]):
+            if part["type"] == "python":
+                assert calculator(part["text"]) == result["text"]
+    text = "".join(asked[0])
+    assert re.search(r"[a-z]", text) and re.search(r"[\u4e00-\u9fff]", text), "both languages"
+
+
+def test_choice_prompts_hold_the_answer_as_a_token(tok):
+    for c in (evaluation.Choice("test", 50)[i] for i in range(50)):
+        ids = tok.render_for_completion(c)
+        assert all(tok.encode(letter)[0] in ids for letter in c["letters"])
+
+
+def test_gsm8k_reference_answers_become_tool_calls():
+    task = evaluation.GSM8K.__new__(evaluation.GSM8K)
+    task.rows = [{"question": "q", "answer": "He has 3*4=<<3*4=12>>12 apples.\n#### 1,012"}]
+    parts = task[0]["messages"][1]["content"]
+    assert [p["type"] for p in parts] == ["text", "python", "python_output", "text"] and parts[1]["text"] == "3*4" and task[0]["answer"] == 1012
+    assert [task.grade(task[0], a) for a in ("so #### 1,012", "#### 1012.", "#### 1012.0", "1012", "#### 12", "#### ")] == [1, 1, 1, 0, 0, 0]
+
+
+def test_bits_per_byte_of_a_uniform_model(tok):
+    model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=64, n_layer=1, n_head=1, n_kv_head=1, n_embd=16))
+    with torch.no_grad():
+        model.head.weight.zero_()
+    docs = [np.array([tok.bos, *tok.encode("hello 世界, this is text. " * 20)]) for _ in range(6)]
+    scored = np.concatenate([fill_row(r, docs, 65, tok.bos)[0][1:] for r in pack_rows([len(d) for d in docs], 65, True)])
+    scored = scored[scored < tok.bos]
+    want = len(scored) * math.log2(tok.vocab_size) / tok.token_bytes()[scored].sum().item()
+    got = [evaluation.evaluate_bpb(model, docs, tok, CPU, 64, B, 10**6) for B in (1, 3, 8)]
+    assert all(abs(g - want) < 1e-4 for g in got)
+
+
+def test_evaluation_does_not_depend_on_the_batch(tok):
+    model = tiny(tok.vocab_size, max_seq_len=256).eval()
+    for task in (evaluation.Choice("test", 20), evaluation.Arithmetic("test", 10)):
+        accs = [evaluation.evaluate_task(model, tok, CPU, task, limit=20, B=B, max_new_tokens=8) for B in (1, 7, 64)]
+        assert accs[0] == accs[1] == accs[2] and accs[0]["n"] == len(task)
+
+
+# --- checkpoints, resume, log ------------------------------------------------------------------------------------------
+def save(folder, step, **meta):
+    common.save_checkpoint(folder, step, {"w": torch.full((4,), float(step))}, {"m": torch.zeros(2)}, {"stage": "base", "config": {"depth": 4}, **meta})
+
+
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, capsys):
+    rng = random.Random(0)
+    for trial in range(60):
+        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        save(tmp_path / "base" / "d4", 1), save(tmp_path / "base" / "d4", 2)
+        path = tmp_path / "base" / "d4" / "step_000002" / rng.choice(["model.pt", "optim.pt", "meta.json"])
+        data = bytearray(path.read_bytes())
+        if trial % 3 == 0:
+            path.unlink()
+        elif trial % 3 == 1:
+            path.write_bytes(data[: rng.randrange(len(data))])
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        meta = common.find_checkpoint(tmp_path, "base")
+        if meta["step"] == 2:  # a flipped bit in the white space of meta.json changes nothing
+            assert path.name == "meta.json" and trial % 3 == 2
+        else:
+            assert meta["step"] == 1 and common.load_weights(meta, "model.pt")["w"][0] == 1 and "step_000002 is skipped" in capsys.readouterr().out
+
+
+def test_checkpoints_are_kept_and_found(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path / "base" / "a", step)
+    assert sorted(p.name for p in (tmp_path / "base" / "a").iterdir()) == ["step_000002", "step_000003"]
+    save(tmp_path / "base" / "b", 1)
+    assert "b/step_000001" in common.find_checkpoint(tmp_path, "base")["path"]  # the newest, not the one with most steps
+    assert common.find_checkpoint(tmp_path, "base/a")["step"] == 3
+    assert common.find_checkpoint(tmp_path, str(tmp_path / "base/a/step_000002"))["step"] == 2
+    for source, says in (("sft", "python train_sft.py"), ("nonsense", "neither a stage")):
+        with pytest.raises(SystemExit) as e:
+            common.find_checkpoint(tmp_path, source)
+        assert e.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_what_happens_to_an_earlier_run(tmp_path, capsys):
+    d = tmp_path / "base" / "d4"
+    assert common.find_resume(d, {"depth": 4}, True) is None
+    save(d, 5)
+    (d / "log.jsonl").write_text('{"step": 5}\n')
+    assert common.find_resume(d, {"depth": 4, "device_type": "cpu"}, True)["step"] == 5
+    with pytest.raises(SystemExit):
+        common.find_resume(d, {"depth": 6}, True)
+    assert "depth 4 -> 6" in capsys.readouterr().err
+    assert common.find_resume(d, {"depth": 4}, True, parent="another") is None  # starts over, the old run kept
+    assert (tmp_path / "base" / "d4.old1" / "step_000005").is_dir() and not d.exists()
+
+
+def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path):
+    log = common.Log(tmp_path, "base", 10)
+    for step in range(1, 6):
+        log.write(step, loss=1.0 / step, val_bpb=None)
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('{"step": 6, "lo')  # the power went
+    log = common.Log(tmp_path, "base", 10, seconds=100, from_step=3)
+    log.write(4, loss=9.0)
+    rows = common.read_log(tmp_path / "log.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4] and rows[-1]["loss"] == 9.0 and rows[-1]["seconds"] >= 100 and "val_bpb" not in rows[0]
+
+
+# --- downloads -------------------------------------------------------------------------------------------------------
+class FaultyHub(http.server.BaseHTTPRequestHandler):
+    """A hub with one dataset that answers badly: 503s, half bodies, flipped bytes, ignored ranges."""
+    protocol_version, rng, body, log = "HTTP/1.1", random.Random(3), random.Random(0).randbytes(300_000), []
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, status, data, headers=(), send=None):
+        self.send_response(status)
+        for k, v in headers:
+            self.send_header(k, v)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data if send is None else data[:send])
+
+    def do_GET(self):
+        import hashlib
+        fault = self.rng.random() if "flaky" in self.path else 1.0
+        if fault < 0.2:
+            return self.reply(503, b"busy")
+        if self.path.startswith("/api/"):
+            files = [{"type": "file", "path": "data/x.txt", "size": len(self.body), "lfs": {"oid": hashlib.sha256(self.body).hexdigest()}}]
+            return self.reply(200, json.dumps(files).encode())
+        if "missing" in self.path:
+            return self.reply(404, b"")
+        start = int(re.findall(r"\d+", self.headers.get("Range", "0"))[0])
+        data, status = bytearray(self.body[start:]), 206 if start else 200
+        if fault < 0.35:
+            data, status = bytearray(self.body), 200
+        self.log.append((start, status))
+        if 0.35 < fault < 0.5 and data:
+            data[len(data) // 2] ^= 255
+        self.close_connection = 0.5 < fault < 0.8
+        self.reply(status, bytes(data), send=len(data) // 2 if self.close_connection else None)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FaultyHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(common.time, "sleep", lambda s: None)
+    yield server
+    server.shutdown()
+
+
+def test_downloads_survive_a_bad_hub(hub, tmp_path):
+    for trial in range(12):
+        facts = common.hub_files("org/flaky")["data/x.txt"]
+        path = common.hub_fetch("org/flaky", "data/x.txt", tmp_path / str(trial), facts)
+        assert path.read_bytes() == FaultyHub.body and not list(path.parent.glob("*.part"))
+    FaultyHub.log.clear()
+    part = tmp_path / "r" / "data" / "org" / "good" / "data" / "x.txt.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(FaultyHub.body[:1000])
+    common.hub_fetch("org/good", "data/x.txt", tmp_path / "r", common.hub_files("org/good")["data/x.txt"])
+    assert FaultyHub.log == [(1000, 206)]  # only the rest was asked for
+
+
+def test_an_unreachable_hub_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        common.hub_fetch("org/good", "missing.txt", tmp_path, {"size": 5, "sha256": None})
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit):
+        common.hub_files("org/good")
+    err = capsys.readouterr().err
+    assert "HTTP 404" in err and "HF_ENDPOINT" in err and err.count("\n") == 2
+
+
+# --- the user's mistakes, as the user meets them -----------------------------------------------------------------------
+@pytest.mark.parametrize("args, says", [
+    (["train_base.py", "--dept=4"], "did you mean --depth"),
+    (["train_base.py", "--device_type=npu"], "torch sees only"),
+    (["train_base.py", "--device_type=tpu"], "not one of auto"),
+    (["train_base.py", "--out_dir={tmp}/nothing", "--data_dir={tmp}/nowhere"], "tokenizer"),
+    (["tokenizer.py", "--data_dir={tmp}/nowhere"], "not a folder"),
+    (["train_mid.py", "--out_dir={tmp}"], "python train_base.py"),
+    (["train_sft.py", "--out_dir={tmp}"], "python train_mid.py"),
+    (["train_rl.py", "--out_dir={tmp}"], "python train_sft.py"),
+    (["eval.py", "--out_dir={tmp}"], "python train_base.py"),
+    (["chat.py", "--out_dir={tmp}", "-p", "hi"], "python train_sft.py"),
+    (["chat.py", "--port=99999"], "not a port")])
+def test_a_mistake_ends_with_one_sentence(tmp_path, args, says):
+    if "tokenizer" in says and (HERE / "out" / "tokenizer").exists():
+        pytest.skip("this checkout has a tokenizer in out/, which would be used")
+    done = run(*[a.replace("{tmp}", str(tmp_path)) for a in args], check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and "Traceback" not in done.out and len(errors) == 1 and says in errors[0], done.out
+
+
+# --- the pipeline ------------------------------------------------------------------------------------------------------
+SMALL = ["--depth=2", "--model_dim=64", "--head_dim=32", "--max_seq_len=128", "--total_batch_size=1024", "--device_batch_size=2", "--lr_scale=0.5",
+         "--eval_tokens=2048", "--sample_every=0", "--device_type=cpu", "--dtype=float32"]
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A small folder of text: our own sources, in pieces."""
+    folder = tmp_path_factory.mktemp("texts")
+    pieces = [p for f in sorted(HERE.glob("*.py")) for p in re.split(r"\n\n\n", f.read_text(encoding="utf-8")) if len(p) > 50]
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": p}) for p in pieces * 3), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory, texts):
+    """An out_dir with a tokenizer of 512 tokens trained on that text."""
+    folder = tmp_path_factory.mktemp("home")
+    run("tokenizer.py", "--vocab_size=512", f"--data_dir={texts}", f"--out_dir={folder}")
+    return folder
+
+
+def losses(home, stage, name):
+    return {r["step"]: r["loss"] for r in common.read_log(home / stage / name / "log.jsonl") if "loss" in r}
+
+
+@slow
+def test_the_whole_pipeline(home, texts):
+    out = run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=25", f"--out_dir={home}", "--run=p").out
+    assert "val bpb" in out and "next: python train_mid.py" in out
+    curve = losses(home, "base", "p")
+    assert len(curve) == 25 and curve[25] < curve[1] - 0.8
+    for stage, args in (("mid", ["--num_iterations=25", "--save_every=10"]), ("sft", ["--num_iterations=8"]),
+                        ("rl", ["--num_iterations=2", "--prompts_per_step=4", "--num_samples=4", "--eval_problems=8", "--max_new_tokens=8"])):
+        out = run(f"train_{stage}.py", *args, f"--out_dir={home}", "--device_type=cpu").out
+        assert f"{home}/{stage}/p/step_" in out
+        rows = common.read_log(home / stage / "p" / "log.jsonl")
+        steps = [r for r in rows if "loss" in r]
+        assert all({"step", "loss", "tok_per_s", "seconds"} <= r.keys() and math.isfinite(r["loss"]) for r in steps)
+    assert losses(home, "mid", "p")[25] < losses(home, "mid", "p")[1] - 1.5
+    assert all("reward" in r for r in steps)
+    out = run("eval.py", f"--out_dir={home}", "--max_problems=6", "--max_new_tokens=8", "--eval_tokens=1024").stdout
+    summary = json.loads(out.splitlines()[-1])
+    assert list(summary) == ["base", "mid", "sft", "rl"] and {"val_bpb", "arithmetic", "chat_core"} <= summary["rl"].keys()
+    report = (home / "report.md").read_text(encoding="utf-8")
+    assert "| metric | BASE | MID | SFT | RL |" in report and "arithmetic (n=6)" in report and (home / "curves.png").stat().st_size > 10_000
+    assert "evaluated before" in run("eval.py", f"--out_dir={home}", "--max_problems=6", "--max_new_tokens=8", "--eval_tokens=1024").out
+    assert "talking to" in run("chat.py", "-p", "What is 1 + 1?", f"--out_dir={home}", "--max_new_tokens=8").out
+    done = run("train_sft.py", "--num_iterations=8", f"--out_dir={home}", "--device_type=cpu")
+    assert "is finished (step 8)" in done.out
+    # another tokenizer is refused
+    shutil.copytree(home, home.parent / "other", dirs_exist_ok=True)
+    run("tokenizer.py", "--vocab_size=600", f"--data_dir={texts}", f"--out_dir={home.parent / 'other'}")
+    done = run("train_mid.py", f"--out_dir={home.parent / 'other'}", "--resume=0", check=False)
+    assert done.returncode == 2 and "not the tokenizer" in done.stderr, done.out
+
+
+@slow
+def test_two_and_three_ranks_give_the_losses_of_one(home, texts):
+    curves = []
+    for n in (1, 2, 3):
+        args = [a for a in SMALL if "total_batch" not in a]
+        run("train_base.py", *args, "--total_batch_size=1536", f"--data_dir={texts}", "--num_iterations=20", f"--out_dir={home}", f"--run_name=r{n}", nproc=n)
+        curves.append(losses(home, "base", f"r{n}"))
+    assert len(curves[0]) == 20
+    assert max(abs(curves[0][s] - c[s]) for c in curves[1:] for s in curves[0]) < 1e-4
+    bpb = [common.read_log(home / "base" / f"r{n}" / "log.jsonl")[-1]["val_bpb"] for n in (1, 2, 3)]
+    assert max(bpb) - min(bpb) < 1e-4
+
+
+@slow
+def test_a_run_that_was_stopped_ends_where_a_straight_one_does(home, texts):
+    base = ["train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=12", "--save_every=4", f"--out_dir={home}"]
+    run(*base, "--run=straight")
+    process = subprocess.Popen([sys.executable, *base, "--run=killed"], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.time() + 120
+    while not (home / "base" / "killed" / "step_000004").exists() and time.time() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    out = run(*base, "--run_name=killed", nproc=2).out  # and on another number of ranks
+    assert "continuing" in out or "is finished" in out
+    a, b = losses(home, "base", "straight"), losses(home, "base", "killed")
+    assert a.keys() == b.keys() and max(abs(a[s] - b[s]) for s in a) < 1e-4
+
+
+@slow
+def test_the_page_streams_an_answer(home, texts):
+    import requests
+    run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=2", f"--out_dir={home}", "--run=web")
+    run("train_mid.py", "--num_iterations=2", f"--out_dir={home}", "--init_from=base/web")
+    with subprocess.Popen([sys.executable, "chat.py", "--web=1", "--port=8765", "--source=mid/web", f"--out_dir={home}"], cwd=HERE) as server:
+        try:
+            url = "http://127.0.0.1:8765"
+            for _ in range(200):
+                try:
+                    assert requests.get(url + "/health", timeout=5).json()["status"] == "ok"
+                    break
+                except requests.ConnectionError:
+                    time.sleep(0.2)
+            assert "npuchat" in requests.get(url, timeout=5).text
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_new_tokens": 8}
+            events = [json.loads(line[6:]) for line in requests.post(url + "/chat", json=body, timeout=60).text.splitlines() if line]
+            assert events[-1] == {"kind": "end"}
+            for bad in ({}, {"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]}, {**body, "temperature": 9}):
+                assert requests.post(url + "/chat", json=bad, timeout=5).status_code in (400, 422)
+        finally:
+            server.kill()
+
+
+@slow
+@pytest.mark.skipif(not SHARED.exists(), reason="no shared/data beside this checkout")
+def test_real_text_and_real_tasks_through_a_hub_mirror(home, tmp_path):
+    server = subprocess.Popen([sys.executable, str(SHARED.parent / "hub_mirror.py"), "--port", "8911", "--faults", "drop=0.2,503=0.2"], stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(1)
+        env = {"HF_ENDPOINT": "http://127.0.0.1:8911"}
+        shutil.copytree(home / "tokenizer", tmp_path / "tokenizer")
+        out = run("train_base.py", *SMALL, "--data_dir=npuchat/dev-text-zh", "--num_iterations=4", f"--out_dir={tmp_path}", env=env).out
+        assert "val bpb" in out and (tmp_path / "data/npuchat/dev-text-zh/shard_00000.parquet").exists()
+        run("train_mid.py", "--tasks=gsm8k,mmlu,arc_easy", "--num_iterations=2", "--conversations=300", "--eval_problems=4", f"--out_dir={tmp_path}", env=env)
+        out = run("eval.py", "--source=mid", "--tasks=gsm8k,mmlu,arc_easy,arc_challenge", "--max_problems=6", "--max_new_tokens=4", f"--out_dir={tmp_path}", env=env).stdout
+        assert {"gsm8k", "mmlu", "arc_easy", "arc_challenge"} <= json.loads(out.splitlines()[-1])["mid"].keys()
+    finally:
+        server.kill()
+
+
+def test_help_lists_every_knob():
+    for script in ("tokenizer.py", "train_base.py", "train_mid.py", "train_sft.py", "train_rl.py", "eval.py", "chat.py"):
+        names, block, doc = common.read_config_block(HERE / script)
+        assert {"out_dir"} <= set(names) and doc and all("#" in line for line in block.splitlines()), script
+    assert "total_batch_size" in run("train_base.py", "--help").stdout
+
+
+def test_no_device_is_named_outside_common():
+    for path in HERE.glob("*.py"):
+        if path.name not in ("common.py", "test_all.py"):
+            found = re.findall(r"torch\.(?:cuda|npu|mps)\b|\.cuda\(|\.npu\(", path.read_text(encoding="utf-8"))
+            assert not found, f"{path.name}: {found}"
+
+
+if __name__ == "__main__":
+    argv = [a for a in sys.argv[1:] if a != "--fast"]
+    sys.exit(pytest.main([str(HERE / "test_all.py"), "-q", "--durations=8", *(["-m", "not slow"] if "--fast" in sys.argv else []), *argv]))
