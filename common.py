@@ -343,7 +343,7 @@ def setup(device_type="auto", dtype="auto", seed=42):
         module.set_device(local)
         device, name = torch.device(kind, local), module.get_device_name(local)
     else:
-        device, name = torch.device(kind), platform.processor() or platform.machine()
+        device, name = torch.device(kind), cpu_name()
         if kind == "cpu" and local_world > 1:  # torchrun sets OMP_NUM_THREADS=1, whatever the machine
             torch.set_num_threads(max(1, len_cores() // local_world))
     if WORLD_SIZE > 1 and not dist.is_initialized():
@@ -361,6 +361,12 @@ def setup(device_type="auto", dtype="auto", seed=42):
     threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
     auto(f"device {kind} ({name}{threads}) x {WORLD_SIZE}, dtype {str(dtype)[6:]} ({why}), torch {torch.__version__}")
     return dev
+
+
+def cpu_name():
+    with contextlib.suppress(OSError, StopIteration):
+        return next(line.split(":")[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8") if line.startswith("model name"))
+    return platform.processor() or platform.machine()
 
 
 def len_cores():
@@ -545,6 +551,7 @@ class Log:
     def __init__(self, run_dir, stage, total_steps, seconds=0.0, from_step=0):
         self.path, self.stage, self.total = Path(run_dir) / "log.jsonl", stage, total_steps
         self.start = time.time() - seconds  # a resumed run goes on counting
+        self.last, self.waiting = {}, {}
         if RANK == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = read_log(self.path) if self.path.exists() else []
@@ -556,11 +563,21 @@ class Log:
         return time.time() - self.start
 
     def write(self, step, **values):
-        """One line into log.jsonl; None values are left out."""
+        """One step into log.jsonl, with what was measured before the first one; None values are left out."""
+        row = {"step": step, **values, **self.waiting}
+        self.last, self.waiting = {k: values.get(k) for k in ("loss", "tok_per_s")}, {}
         if RANK == 0:
-            row = {"step": step, **{k: v for k, v in values.items() if v is not None}, "seconds": round(self.seconds, 3)}
+            row = {**{k: v for k, v in row.items() if v is not None}, "seconds": round(self.seconds, 3)}
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
+
+    def measure(self, step, **values):
+        """A measurement after a step: a line of its own, which repeats that step's loss and speed so that every line has
+        them; before the first step it waits for that step's line."""
+        if self.last:
+            self.write(step, **{**self.last, **values})
+        else:
+            self.waiting = values
 
     def line(self, step, fields):
         """The same as one line of fixed width: `base 00120/05000 | loss 3.2145 | ...`."""
@@ -597,7 +614,7 @@ def hub_endpoints():
     return [e.strip().rstrip("/") for e in own.split(",") if e.strip()] or ["https://hf-mirror.com", "https://huggingface.co"]
 
 
-def hub_request(path, tries=5, **kwargs):
+def hub_request(path, tries=4, **kwargs):
     """GET from the first endpoint that answers, with backoff. -> Response, or a sentence (str) that says what happened."""
     last = "no endpoint"
     for attempt in range(tries):

@@ -483,7 +483,9 @@ def draw_curves(runs, path):
         ax.set_xlabel("minutes since the start")
         ax.grid(alpha=0.3)
         if key == "reward":
-            ax.set_ylim(0, 1)
+            ax.set_ylim(0, 1.02)
+        elif key == "loss":
+            ax.set_yscale("log")
         if ax.has_data():
             ax.legend()
         else:

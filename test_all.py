@@ -619,6 +619,15 @@ def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path):
     assert [r["step"] for r in rows] == [1, 2, 3, 4] and rows[-1]["loss"] == 9.0 and rows[-1]["seconds"] >= 100 and "val_bpb" not in rows[0]
 
 
+def test_a_measurement_is_a_line_with_loss_and_speed(tmp_path):
+    log = common.Log(tmp_path, "base", 10)
+    log.measure(0, val_bpb=3.0)
+    log.write(1, loss=2.0, tok_per_s=5)
+    log.measure(1, val_bpb=1.0)
+    rows = [{k: v for k, v in r.items() if k != "seconds"} for r in common.read_log(tmp_path / "log.jsonl")]
+    assert rows == [{"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 3.0}, {"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 1.0}]
+
+
 # --- downloads -------------------------------------------------------------------------------------------------------
 class FaultyHub(http.server.BaseHTTPRequestHandler):
     """A hub with one dataset that answers badly: 503s, half bodies, flipped bytes, ignored ranges."""
@@ -742,7 +751,7 @@ def test_the_whole_pipeline(home, texts):
     assert "val bpb" in out and "next: python train_mid.py" in out
     curve = losses(home, "base", "p")
     assert len(curve) == 25 and curve[25] < curve[1] - 0.8
-    for stage, args in (("mid", ["--num_iterations=25", "--save_every=10"]), ("sft", ["--num_iterations=8"]),
+    for stage, args in (("mid", ["--num_iterations=25", "--save_every=10", "--eval_tokens=2048"]), ("sft", ["--num_iterations=8"]),
                         ("rl", ["--num_iterations=2", "--prompts_per_step=4", "--num_samples=4", "--eval_problems=8", "--max_new_tokens=8"])):
         out = run(f"train_{stage}.py", *args, f"--out_dir={home}", "--device_type=cpu").out
         assert f"{home}/{stage}/p/step_" in out
@@ -750,7 +759,7 @@ def test_the_whole_pipeline(home, texts):
         steps = [r for r in rows if "loss" in r]
         assert all({"step", "loss", "tok_per_s", "seconds"} <= r.keys() and math.isfinite(r["loss"]) for r in steps)
     assert losses(home, "mid", "p")[25] < losses(home, "mid", "p")[1] - 1.5
-    assert all("reward" in r for r in steps)
+    assert all("reward" in r or "test_acc" in r for r in steps)
     out = run("eval.py", f"--out_dir={home}", "--max_problems=6", "--max_new_tokens=8", "--eval_tokens=1024").stdout
     summary = json.loads(out.splitlines()[-1])
     assert list(summary) == ["base", "mid", "sft", "rl"] and {"val_bpb", "arithmetic", "chat_core"} <= summary["rl"].keys()
@@ -765,6 +774,26 @@ def test_the_whole_pipeline(home, texts):
     run("tokenizer.py", "--vocab_size=600", f"--data_dir={texts}", f"--out_dir={home.parent / 'other'}")
     done = run("train_mid.py", f"--out_dir={home.parent / 'other'}", "--resume=0", check=False)
     assert done.returncode == 2 and "not the tokenizer" in done.stderr, done.out
+
+
+@slow
+def test_every_stage_runs_on_two_ranks_and_in_bf16(home, texts):
+    run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=3", f"--out_dir={home}", "--run_name=two", "--dtype=bfloat16", nproc=2)
+    small = ["--device_type=cpu", "--dtype=float32", f"--out_dir={home}", "--eval_problems=4"]
+    run("train_mid.py", *small, "--num_iterations=3", "--init_from=base/two", "--eval_tokens=1024", nproc=2)
+    run("train_sft.py", *small, "--num_iterations=3", "--init_from=mid/two", nproc=2)
+    out = run("train_rl.py", *small, "--num_iterations=2", "--init_from=sft/two", "--prompts_per_step=3", "--num_samples=3", "--max_new_tokens=6", "--dtype=bfloat16", nproc=2).out
+    assert "greedy accuracy" in out and len(losses(home, "rl", "two")) == 2
+    out = run("eval.py", f"--out_dir={home}", "--source=rl/two", "--max_problems=5", "--max_new_tokens=4", "--eval_tokens=1024", "--device_type=cpu", nproc=2).stdout
+    two = json.loads(out.splitlines()[-1])
+    one = json.loads(run("eval.py", f"--out_dir={home}", "--source=rl/two", "--max_problems=5", "--max_new_tokens=4", "--eval_tokens=1024", "--resume=0", "--device_type=cpu").stdout.splitlines()[-1])
+    assert one == two
+
+
+@slow
+def test_bench_ends_with_json_and_writes_nothing(home, texts):
+    out = run("train_base.py", *SMALL, f"--data_dir={texts}", f"--out_dir={home}", "--bench=2", "--run=bench").stdout
+    assert json.loads(out.splitlines()[-1])["tok_per_s"] > 0 and not (home / "base" / "bench").exists()
 
 
 @slow

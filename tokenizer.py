@@ -100,7 +100,8 @@ def find_shards(data_dir, out_dir):
         return shards
     if folder.is_file():
         return [folder]
-    if regex.fullmatch(r"[\w.-]+/[\w.-]+", data_dir) and not data_dir.startswith("."):
+    local = folder.parent.is_dir() and folder.parent != Path(".")  # a folder beside it exists: a slip, not a dataset
+    if regex.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data_dir) and not local:
         shards = [(data_dir, p, f) for p, f in sorted(hub_files(data_dir).items()) if p.endswith(TEXT_SUFFIXES)]
         if not shards:
             fail(f"hub dataset {data_dir} holds no {', '.join(TEXT_SUFFIXES)} file")
@@ -455,11 +456,12 @@ class RowLoader:
             yield ids[:, :-1].to(self.dev.device), targets.to(self.dev.device)
 
 
-def render_blocks(conversations, tok, capacity, every_token, size=512):
+def render_blocks(conversations, tok, capacity, every_token, text=(), text_share=0.0, size=512):
     """A dataset of conversations as blocks for RowLoader. -> (blocks, n_blocks)
 
     every_token: all tokens are scored (mid-training), else the assistant's (SFT). A conversation longer than a row is cut
-    to it; one that has nothing to score then is left out."""
+    to it; one that has nothing to score then is left out. text: documents of which random pieces are mixed in, as
+    text_share of all tokens."""
     def blocks(block, epoch):
         out = []
         for i in range(block * size, min((block + 1) * size, len(conversations))):
@@ -467,6 +469,14 @@ def render_blocks(conversations, tok, capacity, every_token, size=512):
             mask = np.ones(len(ids), dtype=bool) if every_token else np.array(mask, dtype=bool)
             if mask[1:].any():
                 out.append((np.array(ids), mask))
+        rng, wanted = np.random.default_rng([epoch, block]), sum(len(ids) for ids, _ in out) * text_share / (1 - text_share)
+        while text_share and wanted > 0:
+            document = text[rng.integers(len(text))]
+            start = rng.integers(max(1, len(document) - capacity // 2))
+            piece = np.concatenate([[tok.bos], document[max(1, start) : start + capacity]])[:capacity].astype(np.int64)
+            if len(piece) > 1:
+                out.append((piece, np.ones(len(piece), dtype=bool)))
+                wanted -= len(piece)
         return out
 
     return blocks, -(-len(conversations) // size)

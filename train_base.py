@@ -146,7 +146,7 @@ while True:
         dev.barrier()
     if not bench and (last or (eval_every and step % eval_every == 0)):
         metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, device_batch_size, eval_tokens)
-        log.write(step, val_bpb=metrics["val_bpb"])
+        log.measure(step, val_bpb=metrics["val_bpb"])
         log.line(step, [f"val bpb {metrics['val_bpb']:.4f}"])
     if not bench and sample_every and (last or step % sample_every == 0) and step:
         sample()

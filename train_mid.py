@@ -5,7 +5,7 @@ Mid-training: the base model meets conversations, and learns their form and thei
     torchrun --standalone --nproc_per_node=8 train_mid.py                     # all devices of one machine
     python train_mid.py --num_iterations=20 --total_batch_size=2048 --out_dir=/tmp/smoke      # CPU smoke run, after train_base.py's
 
-Reads the newest base checkpoint in out_dir and the tasks.
+Reads the newest base checkpoint in out_dir, the tasks, and some of the base model's text.
 Writes out_dir/mid/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_sft.py goes on from there.
 """
 from common import (Log, auto, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
@@ -18,16 +18,18 @@ from pathlib import Path
 
 import torch
 
-from eval import Mixture, evaluate_chat, make_tasks, write_report
+from eval import Mixture, evaluate_bpb, evaluate_chat, make_tasks, write_report
 from gpt import load_model, model_meta
 from muon import Muon
-from tokenizer import RowLoader, describe_block, find_tokenizer, render_blocks
+from tokenizer import RowLoader, describe_block, find_tokenizer, load_corpus, render_blocks
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 init_from = ""               # "" = the newest base checkpoint; or a stage, stage/tag, or a checkpoint folder
 # data
 tasks = "all"                # "all" = the rule-made ones, or names by commas
 conversations = 40_000       # in one epoch, shared equally by the tasks
+text_share = 0.15            # share of raw text among the tokens, so that the model does not forget how to write
+data_dir = "same"            # where that text is; "same" = what the base model was trained on
 # horizon and batch
 num_iterations = 0           # optimizer steps; 0 = one epoch
 total_batch_size = 0         # tokens per optimizer step over all devices; 0 = as the checkpoint it starts from
@@ -38,8 +40,9 @@ warmup_steps = 10            # steps of linear warm-up
 warmdown_ratio = 0.5         # share of the steps in which the rates fall
 final_lr = 0.0               # where they end, as a share
 # evaluation, files
-eval_every = 0               # steps between evaluations on the tasks; 0 = only at the end
+eval_every = 0               # steps between evaluations on text and tasks; 0 = only at the end
 eval_problems = 50           # problems per task
+eval_tokens = 32768          # tokens of validation text for bits per byte
 save_every = 500             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
@@ -62,9 +65,11 @@ auto(f"starting from {parent['path']}")
 T = parent["model"]["max_seq_len"]
 train_tasks, test_tasks = make_tasks(tasks, "train"), make_tasks(tasks, "test", eval_problems)
 mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
-blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=True)
+text = parent["text"] if data_dir == "same" else data_dir
+text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1)  # the first shard will do
+blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=True, text=text_docs[0], text_share=text_share)
 block_rows, filled, supervised = describe_block(blocks(0, 0), T + 1)
-auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, about {human(n_blocks * block_rows * T)} tokens; "
+auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, {text_share:.0%} text, about {human(n_blocks * block_rows * T)} tokens; "
      f"rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
@@ -104,13 +109,13 @@ while True:
         metrics["seconds"] = log.seconds
         if dev.is_main:
             save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "mid", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"], "parent": parent["seal"],
+                "stage": "mid", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": text, "parent": parent["seal"],
                 "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
         dev.barrier()
     if not bench and (last or (eval_every and step % eval_every == 0)):
-        scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
-        log.write(step, tasks={n: r["acc"] for n, r in scores.items()})
-        log.line(step, [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
+        scores, val_bpb = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems), evaluate_bpb(model, val_docs, tok, dev, T, device_batch_size, eval_tokens)
+        log.measure(step, val_bpb=val_bpb, tasks={n: r["acc"] for n, r in scores.items()})
+        log.line(step, [f"val bpb {val_bpb:.4f}"] + [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
     if last:
         break
 

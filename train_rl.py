@@ -149,7 +149,7 @@ while True:
         dev.barrier()
     if not bench and (last or step == 0 or (eval_every and step % eval_every == 0)):
         metrics["test_acc"] = evaluate_task(model, tok, dev, test_problems, eval_problems, max_new_tokens=max_new_tokens)["acc"]
-        log.write(step, test_acc=metrics["test_acc"])
+        log.measure(step, test_acc=metrics["test_acc"])
         log.line(step, [f"greedy accuracy on the {task} test set {100 * metrics['test_acc']:.1f}%"])
     if last:
         break

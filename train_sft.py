@@ -109,7 +109,7 @@ while True:
         dev.barrier()
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
-        log.write(step, tasks={n: r["acc"] for n, r in scores.items()})
+        log.measure(step, tasks={n: r["acc"] for n, r in scores.items()})
         log.line(step, [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
     if last:
         break
