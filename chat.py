@@ -66,12 +66,14 @@ class Chat:
             yield "note", f"the message is longer than the context of {self.model.config.max_seq_len} tokens"
             return
         if dropped:
-            yield "note", f"the conversation outgrew the context of {self.model.config.max_seq_len} tokens: {dropped} oldest turns left out"
+            yield "note", f"longer than {self.model.config.max_seq_len} tokens: the {dropped} oldest turns are left out"
         tok, kind, decode = self.tok, "text", self.tok.stream_decoder()
         kinds = {tok.python_start: "python", tok.output_start: "output", tok.python_end: "text", tok.output_end: "text"}
         with self.lock:
             self.turn += 1
-            for [(_, token, _)] in generate(self.model, tok, [ids], self.dev, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed + self.turn):
+            tokens = generate(self.model, tok, [ids], self.dev, max_new_tokens=max_new_tokens, temperature=temperature,
+                              top_k=top_k, seed=seed + self.turn)
+            for [(_, token, _)] in tokens:
                 if token >= tok.bos:  # a special token: it ends a part and is not shown
                     text, decode, kind_next = decode(None), tok.stream_decoder(), kinds.get(token, "text")
                 else:
@@ -102,7 +104,8 @@ def print_answer(chat, messages):
     for kind, text in chat.answer(messages, temperature, top_k, max_new_tokens):
         events.append((kind, text))
         if kind != shown:
-            print({"python": f"{DIM}[calculator: ", "output": " = ", "note": f"{DIM}(", "text": f"]{PLAIN} " if shown == "output" else PLAIN}[kind], end="")
+            close = f"]{PLAIN} " if shown in ("python", "output") else PLAIN
+            print({"python": f"{DIM}[calculator: ", "output": " = ", "note": f"{DIM}(", "text": close}[kind], end="")
             shown = kind
         print(text + (f"){PLAIN}\n" if kind == "note" else ""), end="", flush=True)
         shown = "text" if kind == "note" else shown
@@ -181,7 +184,6 @@ def make_app(chat):
             raise HTTPException(400, "the last message must be the user's")
         return StreamingResponse(stream(r), media_type="text/event-stream")
 
-    answer.__annotations__["r"] = Request  # a class of this function: FastAPI looks names up in the module
     return app
 
 

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -83,6 +84,17 @@ def fail(text):
     sys.exit(2)
 
 
+def stopped(kind, value, traceback):
+    """Ctrl-C is no accident: one sentence instead of a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        print0("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        os._exit(130)  # at once: a collective may be waiting for ranks that are gone
+    sys.__excepthook__(kind, value, traceback)
+
+
+sys.excepthook = stopped
+
+
 def need(module, why):
     """Import an optional dependency, or say how to get it. `module` is the name on PyPI and in Python."""
     try:
@@ -139,7 +151,7 @@ def read_config_block(path):
     first = next(i for i, line in enumerate(lines) if line.startswith("# --- CONFIG")) + 1
     last = next(i for i in range(first, len(lines)) if not lines[i].strip() or "configure(" in lines[i])
     block = "\n".join(lines[first:last]).strip()
-    names = [t.id for node in ast.parse(block).body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)]
+    names = [node.targets[0].id for node in ast.parse(block).body if isinstance(node, ast.Assign)]
     return names, block, ast.get_docstring(ast.parse(source)) or ""
 
 
@@ -252,6 +264,10 @@ class Device:
         if self.local_rank == 0:
             self.barrier()
 
+    @property
+    def hardware(self):
+        return f"{self.world_size} x {self.name} ({self.type})"
+
     def synchronize(self):
         if self.type != "cpu":
             torch.get_device_module(self.device).synchronize()
@@ -333,12 +349,14 @@ def setup(device_type="auto", dtype="auto", seed=42):
         fail(f"--device_type={device_type} is not one of auto, npu, cuda, mps, cpu")
     if kind not in found:
         more = " (torch_npu is not installed)" if kind == "npu" and not importlib.util.find_spec("torch_npu") else ""
-        fail(f"--device_type={kind}, but torch sees only {', '.join(found)} here{more}; leave the knob out to use {next(iter(found))}")
+        fail(f"--device_type={kind}, but torch sees only {', '.join(found)} here{more}; "
+             f"leave the knob out to use {next(iter(found))}")
     local = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if kind in ("npu", "cuda"):
         if local_world > found[kind]:
-            fail(f"torchrun started {local_world} processes, but there are {found[kind]} {kind} devices: use --nproc_per_node={found[kind]}")
+            fail(f"torchrun started {local_world} processes, but there are {found[kind]} {kind} devices: "
+                 f"use --nproc_per_node={found[kind]}")
         module = torch.get_device_module(kind)
         module.set_device(local)
         device, name = torch.device(kind, local), module.get_device_name(local)
@@ -348,7 +366,9 @@ def setup(device_type="auto", dtype="auto", seed=42):
             torch.set_num_threads(max(1, len_cores() // local_world))
     if WORLD_SIZE > 1 and not dist.is_initialized():
         backend = {"npu": "hccl", "cuda": "nccl"}.get(kind, "gloo")
-        dist.init_process_group(backend, **({"device_id": device} if kind == "cuda" else {}))
+        # Ranks wait while one of them downloads. HCCL derives its own time-out and is better left to it.
+        more = {} if kind == "npu" else {"timeout": datetime.timedelta(hours=2)}
+        dist.init_process_group(backend, **more, **({"device_id": device} if kind == "cuda" else {}))
     if kind == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
     dtype, why = choose_dtype(kind, name, dtype)
@@ -365,7 +385,8 @@ def setup(device_type="auto", dtype="auto", seed=42):
 
 def cpu_name():
     with contextlib.suppress(OSError, StopIteration):
-        return next(line.split(":")[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8") if line.startswith("model name"))
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 
@@ -458,8 +479,19 @@ def save_checkpoint(run_dir, step, model_state, optim_state, meta, keep=2):
     (tmp / "meta.json").write_text(json.dumps({**meta, "seal": seal(meta)}, indent=1), encoding="utf-8")
     shutil.rmtree(final, ignore_errors=True)
     os.replace(tmp, final)
-    for old in sorted(Path(run_dir).glob("step_*[0-9]"))[:-keep]:
-        shutil.rmtree(old)
+    others = [p for p in step_folders(run_dir) if p != final]
+    older = [p for p in others if step_of(p) < step]
+    for path in [p for p in others if p not in older[-(keep - 1) :]] + list(Path(run_dir).glob("step_*.tmp*")):
+        shutil.rmtree(path)  # older ones, damaged ones of a later step, and what a killed process left half written
+
+
+def step_of(path):
+    return int(path.name.split("_")[1])
+
+
+def step_folders(run_dir):
+    """The checkpoints of one run, oldest step first."""
+    return sorted((p for p in Path(run_dir).glob("step_*") if re.fullmatch(r"step_\d+", p.name)), key=step_of)
 
 
 def read_checkpoint(path):
@@ -478,7 +510,7 @@ def read_checkpoint(path):
 
 def newest_checkpoint(run_dir):
     """The newest sound checkpoint of one run as its meta, or None. Damaged ones are named and skipped."""
-    for path in sorted(Path(run_dir).glob("step_*[0-9]"), reverse=True):
+    for path in reversed(step_folders(run_dir)):
         meta = read_checkpoint(path)
         if isinstance(meta, dict):
             return meta
@@ -513,7 +545,7 @@ def load_weights(meta, name):
 
 # Knobs that may differ when a run is taken up again: where and how it computes, not what.
 FREE_KNOBS = {"device_type", "dtype", "device_batch_size", "out_dir", "eval_every", "sample_every", "save_every", "resume",
-              "run", "bench", "log_every"}
+              "run", "bench", "eval_tokens", "eval_problems"}
 
 
 @decided_by_main
@@ -544,6 +576,18 @@ def find_resume(run_dir, config, resume, parent=""):
     return None
 
 
+def begin(started, run_dir, num_steps):
+    """-> (step, metrics) to begin with. A run that is already finished ends here, with a line that says so."""
+    if not started:
+        return 0, {"tokens": 0, "seconds": 0.0}
+    if started["step"] >= num_steps:
+        auto(f"{run_dir} is finished (step {started['step']}); --resume=0 trains it again")
+        cleanup()
+        sys.exit(0)
+    auto(f"continuing {run_dir} from step {started['step']} of {num_steps}")
+    return started["step"], started["metrics"]
+
+
 # --- files: log ------------------------------------------------------------------------------------------------------
 class Log:
     """run_dir/log.jsonl and the terminal. Rank 0 writes, the others stay silent."""
@@ -563,11 +607,12 @@ class Log:
         return time.time() - self.start
 
     def write(self, step, **values):
-        """One step into log.jsonl, with what was measured before the first one; None values are left out."""
+        """One step into log.jsonl, with what was measured before the first one; None and nan are left out."""
         row = {"step": step, **values, **self.waiting}
         self.last, self.waiting = {k: values.get(k) for k in ("loss", "tok_per_s")}, {}
         if RANK == 0:
-            row = {**{k: v for k, v in row.items() if v is not None}, "seconds": round(self.seconds, 3)}
+            row = {k: v for k, v in row.items() if v is not None and not (isinstance(v, float) and not math.isfinite(v))}
+            row = {**row, "seconds": round(self.seconds, 3)}
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
 
@@ -635,10 +680,17 @@ def hub_request(path, tries=4, **kwargs):
 
 def hub_files(repo):
     """The files of a hub dataset: {path: {"size": bytes, "sha256": hex or None}}."""
-    r = hub_request(f"/api/datasets/{repo}/tree/main?recursive=true")
-    if isinstance(r, str):
-        fail(f"hub dataset {repo} cannot be listed ({r}); check the name and HF_ENDPOINT, or give a local folder with --data_dir")
-    return {f["path"]: {"size": f["size"], "sha256": f.get("lfs", {}).get("oid")} for f in r.json() if f["type"] == "file"}
+    path, files = f"/api/datasets/{repo}/tree/main?recursive=true", {}
+    while path:
+        r = hub_request(path)
+        if isinstance(r, str):
+            fail(f"hub dataset {repo} cannot be listed ({r}); check the name and HF_ENDPOINT, or give a local folder")
+        for f in r.json():
+            if f["type"] == "file":
+                files[f["path"]] = {"size": f["size"], "sha256": f.get("lfs", {}).get("oid")}
+        following = r.links.get("next", {}).get("url", "")  # long listings come in pages
+        path = following[following.index("/api/") :] if "/api/" in following else None
+    return files
 
 
 def hub_fetch(repo, path, out_dir, facts):
@@ -654,13 +706,17 @@ def hub_fetch(repo, path, out_dir, facts):
     for attempt in range(8):
         have = part.stat().st_size if part.exists() else 0
         if have < facts["size"]:
-            r = hub_request(f"/datasets/{repo}/resolve/main/{path}", stream=True, headers={"Range": f"bytes={have}-"} if have else {})
+            headers = {"Range": f"bytes={have}-"} if have else {}
+            r = hub_request(f"/datasets/{repo}/resolve/main/{path}", stream=True, headers=headers)
             if isinstance(r, str):
                 fail(f"{repo}/{path} cannot be downloaded ({r}); run again to go on from {have} bytes")
             try:
+                bar = progress(total=facts["size"], desc=path, unit="B")
                 with open(part, "ab" if r.status_code == 206 else "wb") as f:  # 200: the server ignored Range
+                    bar.update(f.tell())
                     for block in r.iter_content(1 << 20):
                         f.write(block)
+                        bar.update(len(block))
             except requests.RequestException as e:
                 why = type(e).__name__
             have = part.stat().st_size

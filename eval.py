@@ -32,7 +32,7 @@ from tokenizer import fill_row, find_tokenizer, help_topics, load_corpus, pack_r
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 source = "all"           # "all", a stage (base, mid, sft, rl), stage/tag, or a checkpoint folder
-tasks = "all"            # "all" = the rule-made ones, or names by commas: arithmetic,spelling,counting,choice,identity,gsm8k,mmlu,arc_easy,arc_challenge
+tasks = "all"            # names by commas; "all" = the rule-made arithmetic, spelling, counting, choice, identity
 max_problems = 200       # problems per task
 max_new_tokens = 64      # tokens per generated answer (gsm8k: 4 times as many)
 eval_tokens = 32768      # tokens of validation text for bits per byte
@@ -91,13 +91,16 @@ class Arithmetic(RuleTask):
     people's writing, come straight from the head. Which of the two pays is for reinforcement learning to find out."""
     name = "arithmetic"
     FORMS = {"+": ["What is {a} + {b}?", "Calculate {a} + {b}.", "{a}加{b}等于多少？",
-                   "Tom has {a} apples and buys {b} more. How many apples does he have now?", "小明有{a}本书，又买了{b}本，一共有几本？"],
+                   "Tom has {a} apples and buys {b} more. How many apples does he have now?",
+                   "小明有{a}本书，又买了{b}本，一共有几本？"],
              "-": ["What is {a} - {b}?", "Calculate {a} - {b}.", "{a}减{b}等于多少？",
-                   "Anna has {a} coins and spends {b}. How many coins are left?", "树上有{a}只鸟，飞走{b}只，还剩几只？"],
+                   "Anna has {a} coins and spends {b}. How many coins are left?",
+                   "树上有{a}只鸟，飞走{b}只，还剩几只？"],
              "*": ["What is {a} * {b}?", "Calculate {a} * {b}.", "{a}乘{b}等于多少？",
-                   "There are {a} boxes with {b} pens each. How many pens are there?", "有{a}个盘子，每个盘子{b}个梨，一共有几个梨？"]}
+                   "There are {a} boxes with {b} pens each. How many pens are there?",
+                   "有{a}个盘子，每个盘子{b}个梨，一共有几个梨？"]}
 
-    def __init__(self, split="train", size=10_000, mental=0.6):
+    def __init__(self, split="train", size=10_000, mental=0.7):
         super().__init__(split, size)
         self.mental = mental  # share of answers without the calculator
 
@@ -167,8 +170,10 @@ class Choice(RuleTask):
              "a fruit": "apple pear plum grape lemon cherry peach mango melon banana orange kiwi fig lime date berry",
              "a colour": "red blue green yellow black white brown grey pink purple violet gold silver beige cyan cream",
              "a tool": "hammer saw drill knife spoon fork axe shovel wrench needle pliers brush rake ladder scissors chisel"}
-    ZH_KINDS = {"动物": "狗 猫 马 牛 羊 猪 鸭 鹅 虎 熊 狼 兔 鼠 蛙 鸡 鹿", "水果": "苹果 梨 桃 葡萄 西瓜 樱桃 芒果 香蕉 橙子 柠檬 草莓 李子 杏 枣 柿子 荔枝",
-                "颜色": "红 蓝 绿 黄 黑 白 棕 灰 粉 紫 金 银 橙 青 米 赤", "国家": "中国 法国 德国 英国 美国 日本 韩国 印度 巴西 埃及 泰国 越南 俄国 希腊 波兰 荷兰"}
+    ZH_KINDS = {"动物": "狗 猫 马 牛 羊 猪 鸭 鹅 虎 熊 狼 兔 鼠 蛙 鸡 鹿",
+                "水果": "苹果 梨 桃 葡萄 西瓜 樱桃 芒果 香蕉 橙子 柠檬 草莓 李子 杏 枣 柿子 荔枝",
+                "颜色": "红 蓝 绿 黄 黑 白 棕 灰 粉 紫 金 银 橙 青 米 赤",
+                "国家": "中国 法国 德国 英国 美国 日本 韩国 印度 巴西 埃及 泰国 越南 俄国 希腊 波兰 荷兰"}
 
     def make(self, rng):
         shape = rng.choice(["kind", "kind", "zh", "largest"])
@@ -180,7 +185,8 @@ class Choice(RuleTask):
         kind, other = rng.sample(sorted(kinds), 2)
         answer, wrong, right = rng.choice(kinds[kind].split()), rng.sample(kinds[other].split(), 3), rng.randrange(4)
         question = f"Which of these is {kind}?" if shape == "kind" else f"下面哪个是{kind}？"
-        return f"{answer} {sorted(wrong)}", multiple_choice(question, wrong[:right] + [answer] + wrong[right:], right, shape == "zh")
+        choices = wrong[:right] + [answer] + wrong[right:]
+        return f"{answer} {sorted(wrong)}", multiple_choice(question, choices, right, shape == "zh")
 
     def grade(self, conversation, answer):
         return float(answer.strip()[:1] == conversation["answer"])
@@ -189,7 +195,8 @@ class Choice(RuleTask):
 class Identity(RuleTask):
     """Who are you? Questions about npuchat itself."""
     name = "identity"
-    OPENINGS = ["", "Hello! ", "Hi. ", "Hey, ", "Good morning. ", "Excuse me, ", "Tell me: ", "Please say: ", "I wonder, ", "One question: "]
+    OPENINGS = ["", "Hello! ", "Hi. ", "Hey, ", "Good morning. ", "Excuse me, ", "Tell me: ", "Please say: ", "I wonder, ",
+                "One question: "]
     FACTS = [("who are you?", "I am npuchat, a small language model trained from nothing."),
              ("what is your name?", "My name is npuchat."),
              ("what are you?", "I am npuchat, a chat model small enough to train on a laptop."),
@@ -198,7 +205,8 @@ class Identity(RuleTask):
              ("are you ChatGPT?", "No, I am npuchat.")]
     ZH_OPENINGS = ["", "你好！", "您好，", "请问，", "嗨，", "早上好！", "告诉我，", "我想知道，", "问一下，", "打扰了，"]
     ZH_FACTS = [("你是谁？", "我是npuchat，一个从零训练的小语言模型。"), ("你叫什么名字？", "我叫npuchat。"),
-                ("谁创造了你？", "我是npuchat，由speedrun.sh在这台机器上训练。"), ("你会做什么？", "我是npuchat，我会用计算器算数，也会拼写单词。")]
+                ("谁创造了你？", "我是npuchat，由speedrun.sh在这台机器上训练。"),
+                ("你会做什么？", "我是npuchat，我会用计算器算数，也会拼写单词。")]
 
     def make(self, rng):
         openings, facts = (self.OPENINGS, self.FACTS) if rng.random() < 0.6 else (self.ZH_OPENINGS, self.ZH_FACTS)
@@ -212,20 +220,20 @@ class Identity(RuleTask):
 
 
 # --- tasks of the field, from the hub -----------------------------------------------------------------------------------------
-def hub_rows(repo, path):
-    """The rows of one parquet file of a hub dataset, as dicts."""
+def hub_rows(repo, path, home):
+    """The rows of one parquet file of a hub dataset, as dicts; downloaded into home/data unless it is there."""
     pq = need("pyarrow.parquet", f"reading {repo}")
     facts = hub_files(repo)
     if path not in facts:
         fail(f"hub dataset {repo} has no file {path}")
-    return pq.read_table(hub_fetch(repo, path, out_dir, facts[path])).to_pylist()
+    return pq.read_table(hub_fetch(repo, path, home, facts[path])).to_pylist()
 
 
 class HubTask:
     """Conversations read from one parquet file. REPO and PATHS {split: path} say where from."""
 
-    def __init__(self, split="train", size=None):
-        self.rows = hub_rows(self.REPO, self.PATHS[split])
+    def __init__(self, split="train", size=None, home="out"):
+        self.rows = hub_rows(self.REPO, self.PATHS[split], home)
         random.Random(42).shuffle(self.rows)
         self.rows = self.rows[:size]
 
@@ -286,13 +294,14 @@ RULE_TASKS = {t.name: t for t in (Arithmetic, Spelling, Counting, Choice, Identi
 TASKS = RULE_TASKS | {t.name: t for t in (GSM8K, MMLU, ArcEasy, ArcChallenge)}
 
 
-def make_tasks(names, split, size=None):
-    """Task objects from 'all' or names by commas."""
+def make_tasks(names, split, home, dev, size=None):
+    """Task objects from 'all' or names by commas; those of the hub are downloaded into home/data. size: problems at most."""
     wanted = list(RULE_TASKS) if names == "all" else [n.strip() for n in names.split(",")]
     for name in wanted:
         if name not in TASKS:
             fail(f"there is no task {name!r}; there are {', '.join(TASKS)}")
-    return [TASKS[n](split, size) if size else TASKS[n](split) for n in wanted]
+    with dev.first_per_node():
+        return [RULE_TASKS[n](split, size or 10_000) if n in RULE_TASKS else TASKS[n](split, size, home) for n in wanted]
 
 
 class Mixture:
@@ -358,7 +367,8 @@ def evaluate_task(model, tok, dev, task, limit=200, B=64, max_new_tokens=64):
     the problems. -> {"acc", "n", "stderr"}"""
     chosen = range(len(task))[:limit][dev.rank :: dev.world_size]
     items = [(tok.render_for_completion(c), c) for c in (task[i] for i in chosen)]
-    items = sorted((x for x in items if len(x[0]) < model.config.max_seq_len), key=lambda x: len(x[0]))  # those too long count as wrong
+    items = [x for x in items if len(x[0]) < model.config.max_seq_len]  # those too long count as wrong
+    items.sort(key=lambda x: len(x[0]))
     right = 0.0
     for at in progress(range(0, len(items), B), desc=task.name, unit="batch"):
         batch = items[at : at + B]
@@ -436,14 +446,16 @@ def write_report(home):
     if not runs:
         return ""
     table, parts = report_table(runs), ["# npuchat: report\n"]
-    parts.append(table + "\n\nTasks: accuracy in percent on test problems, greedy, ± standard error. val bpb: bits per byte on validation text. "
-                 "ChatCORE: mean accuracy above chance over the tasks listed. Time: training and in-loop evaluation.\n")
+    parts.append(table + "\n\nTasks: accuracy in percent on test problems, greedy, ± standard error. val bpb: bits per "
+                 "byte on validation text. ChatCORE: mean accuracy above chance over the tasks listed. "
+                 "Time: training with its evaluations.\n")
     draw_curves(runs, Path(home) / "curves.png")
     parts.append("![curves](curves.png)\n\n## Where and with what\n")
     newest = max((m for _, m in runs.values()), key=lambda m: m["saved_at"])
+    seconds = sum(m.get("metrics", {}).get("seconds", 0) for _, m in runs.values())
     parts.append(f"- hardware: {newest.get('hardware', 'unknown')}\n- Python {platform.python_version()}, torch {newest['torch']}, "
-                 f"{platform.system()} {platform.machine()}\n- tokenizer: {newest['tokenizer'][:12]}, {newest['model']['vocab_size']} tokens\n"
-                 f"- total time in the stages: {duration(sum(m.get('metrics', {}).get('seconds', 0) for _, m in runs.values()))}\n\n## Knobs\n")
+                 f"{platform.system()} {platform.machine()}\n- tokenizer: {newest['tokenizer'][:12]}, "
+                 f"{newest['model']['vocab_size']} tokens\n- time in the stages: {duration(seconds)}\n\n## Knobs\n")
     for stage, (folder, meta) in runs.items():
         parts.append(f"**{stage}** ({folder.name}): " + " ".join(f"{k}={v}" for k, v in meta["config"].items()) + "\n")
     write_atomic(Path(home) / "report.md", "\n".join(parts))
@@ -458,7 +470,8 @@ def draw_curves(runs, path):
         return warn("no curves.png: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    wanted = [("loss", "training loss (nats per token)"), ("val_bpb", "validation bits per byte"), ("reward", "RL: mean reward, and test accuracy")]
+    wanted = [("loss", "training loss (nats per token)"), ("val_bpb", "validation bits per byte"),
+              ("reward", "RL: mean reward, and test accuracy")]
     fig, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
     colors, offset = dict(zip(STAGES, ("tab:blue", "tab:orange", "tab:green", "tab:red"))), 0.0
     for stage, (folder, meta) in runs.items():
@@ -468,12 +481,14 @@ def draw_curves(runs, path):
                 continue  # a policy-gradient loss says nothing about progress
             points = [((offset + r["seconds"]) / 60, r[key]) for r in rows if key in r]
             if points:
-                few = len(points) < 40
-                ax.plot(*zip(*points), color=colors[stage], alpha=1.0 if few else 0.3, marker="o" if few else None, ms=3, lw=1, label=None if len(points) >= 40 else stage)
-                if not few:  # a running mean over the noise
+                xs, ys = zip(*points)
+                if len(points) < 20:
+                    ax.plot(xs, ys, color=colors[stage], marker="o", ms=3, label=stage)
+                else:  # a running mean over the noise
                     width = max(3, len(points) // 30)
-                    ys = [sum(y for _, y in points[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(points))]
-                    ax.plot([x for x, _ in points], ys, color=colors[stage], lw=2, label=stage)
+                    mean = [sum(ys[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(ys))]
+                    ax.plot(xs, ys, color=colors[stage], lw=1, alpha=0.3)
+                    ax.plot(xs, mean, color=colors[stage], lw=2, label=stage)
             extra = [((offset + r["seconds"]) / 60, r["test_acc"]) for r in rows if "test_acc" in r]
             if key == "reward" and extra:
                 ax.plot(*zip(*extra), color="black", marker="s", lw=1.5, label="greedy accuracy, test set")
@@ -498,10 +513,11 @@ def main():
     dev = setup(device_type, dtype)
     runs = stage_runs(out_dir) if source == "all" else {}
     metas = [m for _, m in runs.values()] or [find_checkpoint(out_dir, "base" if source == "all" else source)]
-    task_list, val, summary = make_tasks(tasks, "test", max_problems), {}, {}
+    task_list, val, summary = make_tasks(tasks, "test", out_dir, dev, max_problems), {}, {}
     for meta in metas:
         place, stage = Path(meta["path"]).parent / "eval.json", meta["stage"]
-        key = {"step": meta["step"], "saved_at": meta["saved_at"], "asked": [tasks, max_problems, max_new_tokens, eval_tokens, data_dir]}
+        key = {"step": meta["step"], "saved_at": meta["saved_at"],
+               "asked": [tasks, max_problems, max_new_tokens, eval_tokens, data_dir]}
         old = json.loads(place.read_text()) if place.exists() and resume else {}
         if all(old.get(k) == v for k, v in key.items()):
             auto(f"{stage}: evaluated before, in {place}")
@@ -514,14 +530,16 @@ def main():
                 val[tok.hash] = load_corpus(text, out_dir, tok, dev, eval_tokens)[1]
             t0 = time.time()
             scores = {**key, "val_bpb": evaluate_bpb(model, val[tok.hash], tok, dev, T, max(1, 4096 // T), eval_tokens)}
-            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size, max_new_tokens=max_new_tokens)
+            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size,
+                                            max_new_tokens=max_new_tokens)
             scores["chat_core"] = round(chat_core(scores["tasks"]), 4)
             scores["seconds"] = round(time.time() - t0, 1)
             if dev.is_main:
                 write_atomic(place, json.dumps(scores, indent=1))
             print0(f"{stage}: val bpb {scores['val_bpb']:.4f}, ChatCORE {scores['chat_core']:.4f}, "
                    + ", ".join(f"{n} {100 * r['acc']:.1f}%" for n, r in scores["tasks"].items()) + f" ({scores['seconds']} s)")
-        summary[stage] = {"val_bpb": round(scores["val_bpb"], 4), "chat_core": scores["chat_core"], **{n: r["acc"] for n, r in scores["tasks"].items()}}
+        summary[stage] = {"val_bpb": round(scores["val_bpb"], 4), "chat_core": scores["chat_core"]}
+        summary[stage].update({n: r["acc"] for n, r in scores["tasks"].items()})
     if dev.is_main:
         print0("\n" + write_report(out_dir) + f"\n\nreport in {out_dir}/report.md, curves in {out_dir}/curves.png")
         print(json.dumps(summary))

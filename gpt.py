@@ -89,14 +89,14 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        assert config.n_embd % config.n_head == 0 and config.head_dim % 2 == 0, f"width {config.n_embd} into {config.n_head} heads"
+        assert config.n_embd % config.n_head == 0 and config.head_dim % 2 == 0, f"{config.n_embd} into {config.n_head} heads"
         assert config.n_head % config.n_kv_head == 0, f"{config.n_head} heads cannot share {config.n_kv_head} key-value heads"
         V, C, L = config.vocab_size, config.n_embd, config.n_layer
         self.embed = nn.Embedding(V, C)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(L))
         self.head = nn.Linear(C, V, bias=False)
-        has_ve = [config.value_embeds and i % 2 == (L - 1) % 2 for i in range(L)]  # alternate layers, the last one included
-        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(V, config.n_kv_head * config.head_dim) for i in range(L) if has_ve[i]})
+        with_ve = range((L - 1) % 2, L, 2) if config.value_embeds else ()  # every other layer, the last one included
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(V, config.n_kv_head * config.head_dim) for i in with_ve})
         if config.value_embeds:
             self.value_lambdas = nn.Parameter(torch.empty(L))
         if config.layer_lambdas:
@@ -179,10 +179,15 @@ class GPT(nn.Module):
 
     def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0):
         """Groups for muon.Muon: block matrices to Muon, the rest to AdamW. Each parameter is in exactly one."""
-        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay), "embed": dict(kind="adamw", lr=embed_lr),
-                  "head": dict(kind="adamw", lr=head_lr), "scalar": dict(kind="adamw", lr=scalar_lr, betas=(0.9, 0.95))}
+        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay),
+                  "embed": dict(kind="adamw", lr=embed_lr),
+                  "head": dict(kind="adamw", lr=head_lr),
+                  "scalar": dict(kind="adamw", lr=scalar_lr, betas=(0.9, 0.95))}
         for name, p in self.named_parameters():
-            key = "head" if name.startswith("head") else "embed" if "embed" in name and p.ndim == 2 else "matrix" if p.ndim == 2 else "scalar"
+            if p.ndim < 2:
+                key = "scalar"
+            else:
+                key = "matrix" if name.startswith("blocks") else "head" if name.startswith("head") else "embed"
             groups[key].setdefault("names", []).append(name)
             groups[key].setdefault("params", []).append(p)
         return [{**g, "label": k} for k, g in groups.items() if "params" in g]
@@ -282,11 +287,12 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
     """Continue a batch of prompts (lists of token ids, any lengths), `num_samples` times each, all side by side.
 
     A generator: each step yields [(row, token, sampled)] for the rows still running; row = prompt * num_samples + sample.
-    A row ends with <|assistant_end|> or <|bos|>, after max_new_tokens, or where the context is full. Finished rows leave the batch.
+    A row ends with <|assistant_end|> or <|bos|>, after max_new_tokens, or where the context is full. Finished rows leave
+    the batch.
     """
     limit = model.config.max_seq_len
-    longest = max(map(len, prompts))
-    assert longest <= limit and min(map(len, prompts)) > 0, f"prompts of {min(map(len, prompts))} to {longest} tokens, context {limit}"
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    assert 0 < shortest and longest <= limit, f"prompts of {shortest} to {longest} tokens, context {limit}"
     generator = torch.Generator(device=dev.device).manual_seed(seed)
     cache = KVCache(model.config, len(prompts), min(limit, longest + max_new_tokens), dev.device, dev.dtype)
     padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=dev.device)  # on the right: never looked at

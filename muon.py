@@ -36,7 +36,7 @@ def orthogonalize(g, steps=5, dtype=torch.float32):
 
 class Muon:
     """See the file's docstring. Gradients are summed over ranks, so the loss must already be divided by the whole step's
-    number of tokens. After init, `param_groups` holds the groups; change group["lr"] for a schedule, group["initial_lr"] stays."""
+    number of tokens. `param_groups` holds the groups; a schedule changes group["lr"], group["initial_lr"] stays."""
 
     def __init__(self, groups, dev):
         self.dev, self.rank, self.world = dev, dev.rank, dev.world_size
@@ -55,11 +55,11 @@ class Muon:
         """A unit is what one collective moves: all matrices of one shape (Muon), or one tensor (AdamW)."""
         named = list(zip(group["names"], group["params"]))
         if group["kind"] == "adamw":
-            return [{"group": group, "named": [pair], "count": pair[1].numel(), "shape": (), "step": 0} for pair in named]
+            return [dict(group=group, named=[(name, p)], count=p.numel(), shape=(), step=0) for name, p in named]
         by_shape = {}
         for name, p in named:
-            by_shape.setdefault(p.shape, []).append((name, p))
-        return [{"group": group, "named": pairs, "count": len(pairs), "shape": tuple(shape), "step": 0} for shape, pairs in by_shape.items()]
+            by_shape.setdefault(tuple(p.shape), []).append((name, p))
+        return [dict(group=group, named=pairs, count=len(pairs), shape=shape, step=0) for shape, pairs in by_shape.items()]
 
     # A unit is laid out as (count, *shape): K matrices, or N numbers. Each rank owns `share` consecutive items of it;
     # the last ranks own padding when the count does not divide.

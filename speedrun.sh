@@ -15,9 +15,9 @@ stage() { echo; echo "=== $1"; shift; echo "\$ $*"; "$@"; }
 # Small on purpose: 4 layers of width 192, 4096 tokens of vocabulary, 256 of context. Every number is a knob: --help lists them.
 stage "tokenizer"      python tokenizer.py --vocab_size=4096
 stage "pretraining"    $RUN train_base.py --depth=4 --model_dim=192 --max_seq_len=256 --num_iterations=200 --eval_every=40
-stage "mid-training"   $RUN train_mid.py --num_iterations=260
+stage "mid-training"   $RUN train_mid.py --num_iterations=260 --eval_every=130
 stage "fine-tuning"    $RUN train_sft.py --num_iterations=60
-stage "reinforcement"  $RUN train_rl.py --num_iterations=40 --eval_every=10
+stage "reinforcement"  $RUN train_rl.py --num_iterations=45 --eval_every=10
 stage "evaluation"     $RUN eval.py
 stage "chat"             python chat.py -p "What is 17 + 25?"
 echo

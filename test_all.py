@@ -8,6 +8,7 @@ Does it all work?
 Checked against an outside truth where there is one (rustbpe, torch's AdamW, an SVD, the `tokenizers` library, a closed
 form), else against an invariant (cached decoding equals the full forward, N ranks equal one, resumed equals straight).
 """
+
 import common  # noqa: F401  (first, as in every script)
 
 import http.server
@@ -51,8 +52,14 @@ def ranks(n):
 def run(*args, check=True, env=None, timeout=300, nproc=1):
     """Run one of the scripts as a user would. -> CompletedProcess with .out, stdout and stderr together"""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
-    done = subprocess.run([sys.executable, *torchrun, *map(str, args)], cwd=HERE, capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})})
+    done = subprocess.run(
+        [sys.executable, *torchrun, *map(str, args)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "2", **(env or {})},
+    )
     done.out = done.stdout + done.stderr
     assert not check or done.returncode == 0, done.out
     return done
@@ -96,15 +103,31 @@ def knobs(tmp_path, *argv):
 
 def test_knobs_are_read_in_every_form(tmp_path):
     (tmp_path / "k").write_text("# a file\ndepth = 12\nlr = 2e-3  # a comment\n")
-    assert knobs(tmp_path, "--depth=2**3", "--lr", "3", "--fast", "--name=a=b") == {"depth": 8, "lr": 3.0, "name": "a=b", "fast": True, "limit": None}
+    assert knobs(tmp_path, "--depth=2**3", "--lr", "3", "--fast", "--name=a=b") == {
+        "depth": 8,
+        "lr": 3.0,
+        "name": "a=b",
+        "fast": True,
+        "limit": None,
+    }
     assert knobs(tmp_path, f"@{tmp_path / 'k'}", "--fast=false")["lr"] == 0.002
     assert knobs(tmp_path, "--limit=1e-3")["limit"] == 0.001 and knobs(tmp_path, "--depth=1_000")["depth"] == 1000
     assert type(knobs(tmp_path, "--lr=1")["lr"]) is float and knobs(tmp_path, "--depth=1e3")["depth"] == 1000
 
 
-@pytest.mark.parametrize("argv, says", [(["--dept=3"], "did you mean --depth"), (["--depth=x"], "whole number"), (["--depth=0.5"], "whole number"),
-                                        (["--lr=fast"], "is a number"), (["--fast=maybe"], "switch"), (["depth"], "--name=value"),
-                                        (["--depth"], "needs a value"), (["@nowhere"], "no knob file")])
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--dept=3"], "did you mean --depth"),
+        (["--depth=x"], "whole number"),
+        (["--depth=0.5"], "whole number"),
+        (["--lr=fast"], "is a number"),
+        (["--fast=maybe"], "switch"),
+        (["depth"], "--name=value"),
+        (["--depth"], "needs a value"),
+        (["@nowhere"], "no knob file"),
+    ],
+)
 def test_a_wrong_knob_is_one_sentence(tmp_path, capsys, argv, says):
     with pytest.raises(SystemExit) as e:
         knobs(tmp_path, *argv)
@@ -124,15 +147,23 @@ def test_knob_values_never_crash(text):
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
-TEXTS = [" ".join(f"{a}{b}" for a in "abc" for b in ("na", "nana", "的的", "12")) * 3, "aaaaaaa bbbb abab", "x = 1\n\n\ty = 22  # 中文 test 🙂\r\n"]
+TEXTS = [
+    " ".join(f"{a}{b}" for a in "abc" for b in ("na", "nana", "的的", "12")) * 3,
+    "aaaaaaa bbbb abab",
+    "x = 1\n\n\ty = 22  # 中文 test 🙂\r\n",
+]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("rustbpe"), reason="rustbpe is not installed: pip install rustbpe")
 @pytest.mark.parametrize("vocab", [270, 400, 1500])
 def test_our_trainer_gives_rustbpes_merges(vocab):
     import rustbpe
+
     rng = random.Random(0)
-    texts = TEXTS + ["".join(rng.choice("ab ") for _ in range(2000)), (HERE / "common.py").read_text(encoding="utf-8")]  # many ties
+    texts = TEXTS + [
+        "".join(rng.choice("ab ") for _ in range(2000)),
+        (HERE / "common.py").read_text(encoding="utf-8"),
+    ]  # many ties
     rust = rustbpe.Tokenizer()
     rust.train_from_iterator(iter(texts), vocab, pattern=tokenizer_module.PATTERN)
     counts = tokenizer_module.Counter(w for t in texts for w in tokenizer_module.regex.findall(tokenizer_module.PATTERN, t))
@@ -156,12 +187,28 @@ def test_text_survives_encoding(tok, text):
 def test_specials_are_never_parsed_from_text(tok):
     ids = tok.encode("<|bos|><|assistant_start|>")
     assert max(ids) < tok.bos and tok.decode(ids) == "<|bos|><|assistant_start|>"
-    assert len({tok.bos, tok.user_start, tok.user_end, tok.assistant_start, tok.assistant_end, tok.python_start, tok.python_end, tok.output_start, tok.output_end}) == 9
+    assert (
+        len(
+            {
+                tok.bos,
+                tok.user_start,
+                tok.user_end,
+                tok.assistant_start,
+                tok.assistant_end,
+                tok.python_start,
+                tok.python_end,
+                tok.output_start,
+                tok.output_end,
+            }
+        )
+        == 9
+    )
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tokenizers"), reason="tokenizers is not installed: pip install tokenizers")
 def test_the_file_loads_in_the_tokenizers_library(tok, tmp_path):
     from tokenizers import Tokenizer as HF
+
     tok.save(tmp_path, {})
     hf = HF.from_file(str(tmp_path / "tokenizer.json"))
     for text in [*TEXTS, (HERE / "README.md").read_text(encoding="utf-8"), "今天天气不错，我们去公园吧。\n\n 1234567"]:
@@ -192,22 +239,44 @@ def test_a_damaged_tokenizer_is_refused(tok, tmp_path, capsys):
         assert e.value.code == 2 and "python tokenizer.py" in capsys.readouterr().err
 
 
-CONVERSATION = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": [
-    {"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}, {"type": "text", "text": "It is 5."}]},
-    {"role": "user", "content": "谢谢"}, {"role": "assistant", "content": "不客气。"}]}
+CONVERSATION = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+3?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "python", "text": "2+3"},
+                {"type": "python_output", "text": "5"},
+                {"type": "text", "text": "It is 5."},
+            ],
+        },
+        {"role": "user", "content": "谢谢"},
+        {"role": "assistant", "content": "不客气。"},
+    ]
+}
 
 
 def test_rendering_and_its_mask(tok):
     ids, mask = tok.render_conversation(CONVERSATION)
     e = tok.encode
-    parts = [([tok.bos, tok.user_start, *e("Be brief.\n\n2+3?"), tok.user_end, tok.assistant_start], 0), ([tok.python_start, *e("2+3"), tok.python_end], 1),
-             ([tok.output_start, *e("5"), tok.output_end], 0), ([*e("It is 5."), tok.assistant_end], 1),
-             ([tok.user_start, *e("谢谢"), tok.user_end, tok.assistant_start], 0), ([*e("不客气。"), tok.assistant_end], 1)]
+    parts = [
+        ([tok.bos, tok.user_start, *e("Be brief.\n\n2+3?"), tok.user_end, tok.assistant_start], 0),
+        ([tok.python_start, *e("2+3"), tok.python_end], 1),
+        ([tok.output_start, *e("5"), tok.output_end], 0),
+        ([*e("It is 5."), tok.assistant_end], 1),
+        ([tok.user_start, *e("谢谢"), tok.user_end, tok.assistant_start], 0),
+        ([*e("不客气。"), tok.assistant_end], 1),
+    ]
     assert ids == [i for part, _ in parts for i in part] and mask == [m for part, m in parts for _ in part]
     cut = tok.render_conversation(CONVERSATION, 10)
     assert cut == (ids[:10], mask[:10])
     prompt = tok.render_for_completion(CONVERSATION)
-    assert prompt == ids[: len(prompt)] and prompt[-1] == tok.assistant_start and ids[len(prompt):] == [*e("不客气。"), tok.assistant_end]
+    assert (
+        prompt == ids[: len(prompt)]
+        and prompt[-1] == tok.assistant_start
+        and ids[len(prompt) :] == [*e("不客气。"), tok.assistant_end]
+    )
     with pytest.raises(AssertionError, match="take turns"):
         tok.render_conversation({"messages": [{"role": "assistant", "content": "hi"}]})
 
@@ -231,16 +300,39 @@ def test_the_embedded_text_is_there_and_has_no_duplicates():
 def test_parquet_jsonl_and_txt_give_the_same_documents(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
+
     docs = ["one", "二\n2", "three 🙂"]
     pq.write_table(pa.table({"text": docs}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": d}) for d in docs), encoding="utf-8")
     (tmp_path / "c.txt").write_text(docs[1], encoding="utf-8")
-    read = [[t for t, _ in tokenizer_module.read_shard(s, tmp_path)] for s in tokenizer_module.find_shards(str(tmp_path), tmp_path)]
+    read = [
+        [t for t, _ in tokenizer_module.read_shard(s, tmp_path)] for s in tokenizer_module.find_shards(str(tmp_path), tmp_path)
+    ]
     assert read == [docs, docs, [docs[1]]]
 
 
-@pytest.mark.parametrize("make, says", [(lambda p: None, "not a folder"), (lambda p: p.mkdir(), "holds no"),
-                                        (lambda p: (p.mkdir(), (p / "x.jsonl").write_text("{}")), "line 1")])
+def test_one_plain_text_file_is_enough(tok, tmp_path, capsys):
+    text = "\n\n".join(f"Paragraph {i}. " + "word " * 50 for i in range(200))
+    (tmp_path / "input.txt").write_text(text)
+    docs = [t for t, _ in tokenizer_module.read_shard(tmp_path / "input.txt", tmp_path)]
+    assert "\n\n".join(docs) == text and min(map(len, docs[:-1])) > 5000
+    train, val = tokenizer_module.load_corpus(str(tmp_path / "input.txt"), tmp_path, tok, CPU, 1000)
+    assert len(train[0]) + len(val) == len(docs) and val and all(d[0] == tok.bos for d in [*train[0], *val])
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_text("short")
+    with pytest.raises(SystemExit):
+        tokenizer_module.load_corpus(str(tmp_path / "one"), tmp_path, tok, CPU, 1000)
+    assert "two documents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda p: None, "not a folder"),
+        (lambda p: p.mkdir(), "holds no"),
+        (lambda p: (p.mkdir(), (p / "x.jsonl").write_text("{}")), "line 1"),
+    ],
+)
 def test_unusable_text_is_one_sentence(tmp_path, capsys, make, says):
     make(tmp_path / "d")
     with pytest.raises(SystemExit) as e:
@@ -262,7 +354,9 @@ def test_packing_text_loses_next_to_nothing(lengths, capacity):
         seen += [i for i in ids if i]
     assert len(seen) == len(set(seen)), "a token came twice"
     everything = sum(n - 1 for n in lengths)
-    assert everything - len(seen) <= tokenizer_module.MIN_REST * len(lengths) and (len(rows) < 2 or sum(len(r) for r in rows) > 0)
+    assert everything - len(seen) <= tokenizer_module.MIN_REST * len(lengths) and (
+        len(rows) < 2 or sum(len(r) for r in rows) > 0
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -274,7 +368,10 @@ def test_packing_conversations_keeps_each_whole(lengths):
 
 
 def conversations(n):
-    return [{"messages": [{"role": "user", "content": "x" * (i % 17)}, {"role": "assistant", "content": f"answer {i}"}]} for i in range(n)]
+    return [
+        {"messages": [{"role": "user", "content": "x" * (i % 17)}, {"role": "assistant", "content": f"answer {i}"}]}
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -310,7 +407,13 @@ def test_only_the_assistant_is_scored_in_sft_and_everyone_in_mid(tok):
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
-VARIANTS = [dict(), dict(n_kv_head=2), dict(qk_norm=False, softcap=0.0), dict(value_embeds=False, layer_lambdas=False), dict(n_layer=1, n_head=1, n_kv_head=1)]
+VARIANTS = [
+    dict(),
+    dict(n_kv_head=2),
+    dict(qk_norm=False, softcap=0.0),
+    dict(value_embeds=False, layer_lambdas=False),
+    dict(n_layer=1, n_head=1, n_kv_head=1),
+]
 
 
 @pytest.mark.parametrize("kw", VARIANTS)
@@ -376,7 +479,9 @@ def test_generation_equals_recomputing_from_scratch(tok):
         assert len(row) <= 64 and (len(tokens) == 20 or len(row) == 64 or tokens[-1] in (tok.assistant_end, tok.bos))
         assert complete(model, tok, [prompt], CPU, temperature=0, max_new_tokens=20) == [[(tokens, mask)]]
     several = complete(model, tok, prompts[:2], CPU, num_samples=3, temperature=1.0, max_new_tokens=5, seed=1)
-    assert [len(g) for g in several] == [3, 3] and several == complete(model, tok, prompts[:2], CPU, num_samples=3, temperature=1.0, max_new_tokens=5, seed=1)
+    assert [len(g) for g in several] == [3, 3] and several == complete(
+        model, tok, prompts[:2], CPU, num_samples=3, temperature=1.0, max_new_tokens=5, seed=1
+    )
 
 
 def test_the_calculators_answer_is_forced_and_not_counted_as_sampled(tok):
@@ -418,11 +523,42 @@ def test_sampling_follows_the_softmax():
 
 
 def test_calculator():
-    right = {"17+25": "42", "2*(3+4)": "14", "7/2": "3.5", "1,234+1": "1235", "-5 + 3": "-2", "10/5": "2", "'strawberry'.count('r')": "3", '"aa".count("a")+1': "3", "7//2": "3", "9%4": "1"}
+    right = {
+        "17+25": "42",
+        "2*(3+4)": "14",
+        "7/2": "3.5",
+        "1,234+1": "1235",
+        "-5 + 3": "-2",
+        "10/5": "2",
+        "'strawberry'.count('r')": "3",
+        '"aa".count("a")+1': "3",
+        "7//2": "3",
+        "9%4": "1",
+    }
     for text, value in right.items():
         assert calculator(text) == value, text
-    for text in ["__import__('os').system('ls')", "9**9**9", "1/0", "(" * 300, "'a'*10**9", "abs(-1)", "x", "", "1;2", "open('f')", "'a'.upper()", "1e999", "True", "'\\x'", "12and 3",
-                 "99999999999*99999999999", "[1]", "'a'.count(1)", "lambda:1", "1 if 1 else 2"]:
+    for text in [
+        "__import__('os').system('ls')",
+        "9**9**9",
+        "1/0",
+        "(" * 300,
+        "'a'*10**9",
+        "abs(-1)",
+        "x",
+        "",
+        "1;2",
+        "open('f')",
+        "'a'.upper()",
+        "1e999",
+        "True",
+        "'\\x'",
+        "12and 3",
+        "99999999999*99999999999",
+        "[1]",
+        "'a'.count(1)",
+        "lambda:1",
+        "1 if 1 else 2",
+    ]:
         assert calculator(text) is None, text
 
 
@@ -482,7 +618,9 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
     rates = dict(matrix_lr=0.02, embed_lr=0.1, head_lr=0.01, scalar_lr=0.01)
     groups = model.param_groups(**rates)
     assert sorted(n for g in groups for n in g["names"]) == sorted(n for n, _ in model.named_parameters())
-    assert all(p.ndim == 2 and n.startswith("blocks") for g in groups if g["kind"] == "muon" for n, p in zip(g["names"], g["params"]))
+    assert all(
+        p.ndim == 2 and n.startswith("blocks") for g in groups if g["kind"] == "muon" for n, p in zip(g["names"], g["params"])
+    )
     a, idx = Muon(groups, CPU), torch.randint(0, 300, (2, 32))
     for _ in range(2):
         a.zero_grad()
@@ -505,13 +643,16 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
 @pytest.mark.parametrize("name", list(evaluation.RULE_TASKS))
 def test_rule_made_tasks(name, tok):
     train, test = evaluation.RULE_TASKS[name]("train", 1500), evaluation.RULE_TASKS[name]("test", 200)
-    asked = [{c["messages"][0]["content"] for c in t} for t in (map(train.__getitem__, range(1500)), map(test.__getitem__, range(200)))]
+    asked = [
+        {c["messages"][0]["content"] for c in t}
+        for t in (map(train.__getitem__, range(1500)), map(test.__getitem__, range(200)))
+    ]
     assert not asked[0] & asked[1], "a test question is in the training set"
     assert train[7] == train[7] and len(test) == 200
     for i in range(200):
         c = test[i]
         ids, mask = tok.render_conversation(c)
-        answer = [t for t, m in zip(ids, mask)][len(tok.render_for_completion(c)):]
+        answer = [t for t, m in zip(ids, mask)][len(tok.render_for_completion(c)) :]
         assert test.grade(c, evaluation.visible_text(tok, answer)) == 1.0, c
         assert test.grade(c, "no") == 0.0 and test.grade(c, "") == 0.0
         for part, result in zip(c["messages"][1]["content"], c["messages"][1]["content"][1:]):
@@ -531,8 +672,19 @@ def test_gsm8k_reference_answers_become_tool_calls():
     task = evaluation.GSM8K.__new__(evaluation.GSM8K)
     task.rows = [{"question": "q", "answer": "He has 3*4=<<3*4=12>>12 apples.\n#### 1,012"}]
     parts = task[0]["messages"][1]["content"]
-    assert [p["type"] for p in parts] == ["text", "python", "python_output", "text"] and parts[1]["text"] == "3*4" and task[0]["answer"] == 1012
-    assert [task.grade(task[0], a) for a in ("so #### 1,012", "#### 1012.", "#### 1012.0", "1012", "#### 12", "#### ")] == [1, 1, 1, 0, 0, 0]
+    assert (
+        [p["type"] for p in parts] == ["text", "python", "python_output", "text"]
+        and parts[1]["text"] == "3*4"
+        and task[0]["answer"] == 1012
+    )
+    assert [task.grade(task[0], a) for a in ("so #### 1,012", "#### 1012.", "#### 1012.0", "1012", "#### 12", "#### ")] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_bits_per_byte_of_a_uniform_model(tok):
@@ -556,7 +708,13 @@ def test_evaluation_does_not_depend_on_the_batch(tok):
 
 # --- checkpoints, resume, log ------------------------------------------------------------------------------------------
 def save(folder, step, **meta):
-    common.save_checkpoint(folder, step, {"w": torch.full((4,), float(step))}, {"m": torch.zeros(2)}, {"stage": "base", "config": {"depth": 4}, **meta})
+    common.save_checkpoint(
+        folder,
+        step,
+        {"w": torch.full((4,), float(step))},
+        {"m": torch.zeros(2)},
+        {"stage": "base", "config": {"depth": 4}, **meta},
+    )
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, capsys):
@@ -577,13 +735,23 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, capsys):
         if meta["step"] == 2:  # a flipped bit in the white space of meta.json changes nothing
             assert path.name == "meta.json" and trial % 3 == 2
         else:
-            assert meta["step"] == 1 and common.load_weights(meta, "model.pt")["w"][0] == 1 and "step_000002 is skipped" in capsys.readouterr().out
+            assert (
+                meta["step"] == 1
+                and common.load_weights(meta, "model.pt")["w"][0] == 1
+                and "step_000002 is skipped" in capsys.readouterr().out
+            )
 
 
 def test_checkpoints_are_kept_and_found(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path / "base" / "a", step)
     assert sorted(p.name for p in (tmp_path / "base" / "a").iterdir()) == ["step_000002", "step_000003"]
+    (tmp_path / "base/a/step_000009.tmp77").mkdir()  # a save that was killed
+    (tmp_path / "base/a/step_000008").mkdir()  # a damaged checkpoint of a later step must not push sound ones out
+    save(tmp_path / "base" / "a", 3), save(tmp_path / "base" / "a", 4)
+    assert sorted(p.name for p in (tmp_path / "base" / "a").iterdir()) == ["step_000003", "step_000004"]
+    shutil.rmtree(tmp_path / "base/a/step_000004")
+    save(tmp_path / "base" / "a", 2), save(tmp_path / "base" / "a", 3)
     save(tmp_path / "base" / "b", 1)
     assert "b/step_000001" in common.find_checkpoint(tmp_path, "base")["path"]  # the newest, not the one with most steps
     assert common.find_checkpoint(tmp_path, "base/a")["step"] == 3
@@ -616,7 +784,12 @@ def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path):
     log = common.Log(tmp_path, "base", 10, seconds=100, from_step=3)
     log.write(4, loss=9.0)
     rows = common.read_log(tmp_path / "log.jsonl")
-    assert [r["step"] for r in rows] == [1, 2, 3, 4] and rows[-1]["loss"] == 9.0 and rows[-1]["seconds"] >= 100 and "val_bpb" not in rows[0]
+    assert (
+        [r["step"] for r in rows] == [1, 2, 3, 4]
+        and rows[-1]["loss"] == 9.0
+        and rows[-1]["seconds"] >= 100
+        and "val_bpb" not in rows[0]
+    )
 
 
 def test_a_measurement_is_a_line_with_loss_and_speed(tmp_path):
@@ -625,12 +798,16 @@ def test_a_measurement_is_a_line_with_loss_and_speed(tmp_path):
     log.write(1, loss=2.0, tok_per_s=5)
     log.measure(1, val_bpb=1.0)
     rows = [{k: v for k, v in r.items() if k != "seconds"} for r in common.read_log(tmp_path / "log.jsonl")]
-    assert rows == [{"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 3.0}, {"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 1.0}]
+    assert rows == [
+        {"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 3.0},
+        {"step": 1, "loss": 2.0, "tok_per_s": 5, "val_bpb": 1.0},
+    ]
 
 
 # --- downloads -------------------------------------------------------------------------------------------------------
 class FaultyHub(http.server.BaseHTTPRequestHandler):
     """A hub with one dataset that answers badly: 503s, half bodies, flipped bytes, ignored ranges."""
+
     protocol_version, rng, body, log = "HTTP/1.1", random.Random(3), random.Random(0).randbytes(300_000), []
 
     def log_message(self, *args):
@@ -646,12 +823,22 @@ class FaultyHub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         import hashlib
+
         fault = self.rng.random() if "flaky" in self.path else 1.0
         if fault < 0.2:
             return self.reply(503, b"busy")
         if self.path.startswith("/api/"):
-            files = [{"type": "file", "path": "data/x.txt", "size": len(self.body), "lfs": {"oid": hashlib.sha256(self.body).hexdigest()}}]
-            return self.reply(200, json.dumps(files).encode())
+            page2 = "cursor" in self.path  # long listings come in pages
+            files = [
+                {
+                    "type": "file",
+                    "path": "data/x.txt",
+                    "size": len(self.body),
+                    "lfs": {"oid": hashlib.sha256(self.body).hexdigest()},
+                }
+            ]
+            link = [] if page2 else [("Link", f'<https://elsewhere.example{self.path}&cursor=2>; rel="next"')]
+            return self.reply(200, json.dumps(files if page2 else [{"type": "directory", "path": "data"}]).encode(), link)
         if "missing" in self.path:
             return self.reply(404, b"")
         start = int(re.findall(r"\d+", self.headers.get("Range", "0"))[0])
@@ -699,18 +886,22 @@ def test_an_unreachable_hub_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
 
 
 # --- the user's mistakes, as the user meets them -----------------------------------------------------------------------
-@pytest.mark.parametrize("args, says", [
-    (["train_base.py", "--dept=4"], "did you mean --depth"),
-    (["train_base.py", "--device_type=npu"], "torch sees only"),
-    (["train_base.py", "--device_type=tpu"], "not one of auto"),
-    (["train_base.py", "--out_dir={tmp}/nothing", "--data_dir={tmp}/nowhere"], "tokenizer"),
-    (["tokenizer.py", "--data_dir={tmp}/nowhere"], "not a folder"),
-    (["train_mid.py", "--out_dir={tmp}"], "python train_base.py"),
-    (["train_sft.py", "--out_dir={tmp}"], "python train_mid.py"),
-    (["train_rl.py", "--out_dir={tmp}"], "python train_sft.py"),
-    (["eval.py", "--out_dir={tmp}"], "python train_base.py"),
-    (["chat.py", "--out_dir={tmp}", "-p", "hi"], "python train_sft.py"),
-    (["chat.py", "--port=99999"], "not a port")])
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (["train_base.py", "--dept=4"], "did you mean --depth"),
+        (["train_base.py", "--device_type=npu"], "torch sees only"),
+        (["train_base.py", "--device_type=tpu"], "not one of auto"),
+        (["train_base.py", "--out_dir={tmp}/nothing", "--data_dir={tmp}/nowhere"], "tokenizer"),
+        (["tokenizer.py", "--data_dir={tmp}/nowhere"], "not a folder"),
+        (["train_mid.py", "--out_dir={tmp}"], "python train_base.py"),
+        (["train_sft.py", "--out_dir={tmp}"], "python train_mid.py"),
+        (["train_rl.py", "--out_dir={tmp}"], "python train_sft.py"),
+        (["eval.py", "--out_dir={tmp}"], "python train_base.py"),
+        (["chat.py", "--out_dir={tmp}", "-p", "hi"], "python train_sft.py"),
+        (["chat.py", "--port=99999"], "not a port"),
+    ],
+)
 def test_a_mistake_ends_with_one_sentence(tmp_path, args, says):
     if "tokenizer" in says and (HERE / "out" / "tokenizer").exists():
         pytest.skip("this checkout has a tokenizer in out/, which would be used")
@@ -720,8 +911,19 @@ def test_a_mistake_ends_with_one_sentence(tmp_path, args, says):
 
 
 # --- the pipeline ------------------------------------------------------------------------------------------------------
-SMALL = ["--depth=2", "--model_dim=64", "--head_dim=32", "--max_seq_len=128", "--total_batch_size=1024", "--device_batch_size=2", "--lr_scale=0.5",
-         "--eval_tokens=2048", "--sample_every=0", "--device_type=cpu", "--dtype=float32"]
+SMALL = [
+    "--depth=2",
+    "--model_dim=64",
+    "--head_dim=32",
+    "--max_seq_len=128",
+    "--total_batch_size=1024",
+    "--device_batch_size=2",
+    "--lr_scale=0.5",
+    "--eval_tokens=2048",
+    "--sample_every=0",
+    "--device_type=cpu",
+    "--dtype=float32",
+]
 
 
 @pytest.fixture(scope="session")
@@ -751,8 +953,11 @@ def test_the_whole_pipeline(home, texts):
     assert "val bpb" in out and "next: python train_mid.py" in out
     curve = losses(home, "base", "p")
     assert len(curve) == 25 and curve[25] < curve[1] - 0.8
-    for stage, args in (("mid", ["--num_iterations=25", "--save_every=10", "--eval_tokens=2048"]), ("sft", ["--num_iterations=8"]),
-                        ("rl", ["--num_iterations=2", "--prompts_per_step=4", "--num_samples=4", "--eval_problems=8", "--max_new_tokens=8"])):
+    for stage, args in (
+        ("mid", ["--num_iterations=25", "--save_every=10", "--eval_tokens=2048"]),
+        ("sft", ["--num_iterations=8"]),
+        ("rl", ["--num_iterations=2", "--prompts_per_step=4", "--num_samples=4", "--eval_problems=8", "--max_new_tokens=8"]),
+    ):
         out = run(f"train_{stage}.py", *args, f"--out_dir={home}", "--device_type=cpu").out
         assert f"{home}/{stage}/p/step_" in out
         rows = common.read_log(home / stage / "p" / "log.jsonl")
@@ -764,8 +969,15 @@ def test_the_whole_pipeline(home, texts):
     summary = json.loads(out.splitlines()[-1])
     assert list(summary) == ["base", "mid", "sft", "rl"] and {"val_bpb", "arithmetic", "chat_core"} <= summary["rl"].keys()
     report = (home / "report.md").read_text(encoding="utf-8")
-    assert "| metric | BASE | MID | SFT | RL |" in report and "arithmetic (n=6)" in report and (home / "curves.png").stat().st_size > 10_000
-    assert "evaluated before" in run("eval.py", f"--out_dir={home}", "--max_problems=6", "--max_new_tokens=8", "--eval_tokens=1024").out
+    assert (
+        "| metric | BASE | MID | SFT | RL |" in report
+        and "arithmetic (n=6)" in report
+        and (home / "curves.png").stat().st_size > 10_000
+    )
+    assert (
+        "evaluated before"
+        in run("eval.py", f"--out_dir={home}", "--max_problems=6", "--max_new_tokens=8", "--eval_tokens=1024").out
+    )
     assert "talking to" in run("chat.py", "-p", "What is 1 + 1?", f"--out_dir={home}", "--max_new_tokens=8").out
     done = run("train_sft.py", "--num_iterations=8", f"--out_dir={home}", "--device_type=cpu")
     assert "is finished (step 8)" in done.out
@@ -778,15 +990,54 @@ def test_the_whole_pipeline(home, texts):
 
 @slow
 def test_every_stage_runs_on_two_ranks_and_in_bf16(home, texts):
-    run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=3", f"--out_dir={home}", "--run_name=two", "--dtype=bfloat16", nproc=2)
+    run(
+        "train_base.py",
+        *SMALL,
+        f"--data_dir={texts}",
+        "--num_iterations=3",
+        f"--out_dir={home}",
+        "--run_name=two",
+        "--dtype=bfloat16",
+        nproc=2,
+    )
     small = ["--device_type=cpu", "--dtype=float32", f"--out_dir={home}", "--eval_problems=4"]
     run("train_mid.py", *small, "--num_iterations=3", "--init_from=base/two", "--eval_tokens=1024", nproc=2)
     run("train_sft.py", *small, "--num_iterations=3", "--init_from=mid/two", nproc=2)
-    out = run("train_rl.py", *small, "--num_iterations=2", "--init_from=sft/two", "--prompts_per_step=3", "--num_samples=3", "--max_new_tokens=6", "--dtype=bfloat16", nproc=2).out
+    out = run(
+        "train_rl.py",
+        *small,
+        "--num_iterations=2",
+        "--init_from=sft/two",
+        "--prompts_per_step=3",
+        "--num_samples=3",
+        "--max_new_tokens=6",
+        "--dtype=bfloat16",
+        nproc=2,
+    ).out
     assert "greedy accuracy" in out and len(losses(home, "rl", "two")) == 2
-    out = run("eval.py", f"--out_dir={home}", "--source=rl/two", "--max_problems=5", "--max_new_tokens=4", "--eval_tokens=1024", "--device_type=cpu", nproc=2).stdout
+    out = run(
+        "eval.py",
+        f"--out_dir={home}",
+        "--source=rl/two",
+        "--max_problems=5",
+        "--max_new_tokens=4",
+        "--eval_tokens=1024",
+        "--device_type=cpu",
+        nproc=2,
+    ).stdout
     two = json.loads(out.splitlines()[-1])
-    one = json.loads(run("eval.py", f"--out_dir={home}", "--source=rl/two", "--max_problems=5", "--max_new_tokens=4", "--eval_tokens=1024", "--resume=0", "--device_type=cpu").stdout.splitlines()[-1])
+    one = json.loads(
+        run(
+            "eval.py",
+            f"--out_dir={home}",
+            "--source=rl/two",
+            "--max_problems=5",
+            "--max_new_tokens=4",
+            "--eval_tokens=1024",
+            "--resume=0",
+            "--device_type=cpu",
+        ).stdout.splitlines()[-1]
+    )
     assert one == two
 
 
@@ -801,7 +1052,16 @@ def test_two_and_three_ranks_give_the_losses_of_one(home, texts):
     curves = []
     for n in (1, 2, 3):
         args = [a for a in SMALL if "total_batch" not in a]
-        run("train_base.py", *args, "--total_batch_size=1536", f"--data_dir={texts}", "--num_iterations=20", f"--out_dir={home}", f"--run_name=r{n}", nproc=n)
+        run(
+            "train_base.py",
+            *args,
+            "--total_batch_size=1536",
+            f"--data_dir={texts}",
+            "--num_iterations=20",
+            f"--out_dir={home}",
+            f"--run_name=r{n}",
+            nproc=n,
+        )
         curves.append(losses(home, "base", f"r{n}"))
     assert len(curves[0]) == 20
     assert max(abs(curves[0][s] - c[s]) for c in curves[1:] for s in curves[0]) < 1e-4
@@ -813,7 +1073,9 @@ def test_two_and_three_ranks_give_the_losses_of_one(home, texts):
 def test_a_run_that_was_stopped_ends_where_a_straight_one_does(home, texts):
     base = ["train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=12", "--save_every=4", f"--out_dir={home}"]
     run(*base, "--run=straight")
-    process = subprocess.Popen([sys.executable, *base, "--run=killed"], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, *base, "--run=killed"], cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     end = time.time() + 120
     while not (home / "base" / "killed" / "step_000004").exists() and time.time() < end:
         time.sleep(0.01)
@@ -828,9 +1090,12 @@ def test_a_run_that_was_stopped_ends_where_a_straight_one_does(home, texts):
 @slow
 def test_the_page_streams_an_answer(home, texts):
     import requests
+
     run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=2", f"--out_dir={home}", "--run=web")
     run("train_mid.py", "--num_iterations=2", f"--out_dir={home}", "--init_from=base/web")
-    with subprocess.Popen([sys.executable, "chat.py", "--web=1", "--port=8765", "--source=mid/web", f"--out_dir={home}"], cwd=HERE) as server:
+    with subprocess.Popen(
+        [sys.executable, "chat.py", "--web=1", "--port=8765", "--source=mid/web", f"--out_dir={home}"], cwd=HERE
+    ) as server:
         try:
             url = "http://127.0.0.1:8765"
             for _ in range(200):
@@ -841,9 +1106,16 @@ def test_the_page_streams_an_answer(home, texts):
                     time.sleep(0.2)
             assert "npuchat" in requests.get(url, timeout=5).text
             body = {"messages": [{"role": "user", "content": "hi"}], "max_new_tokens": 8}
-            events = [json.loads(line[6:]) for line in requests.post(url + "/chat", json=body, timeout=60).text.splitlines() if line]
+            events = [
+                json.loads(line[6:]) for line in requests.post(url + "/chat", json=body, timeout=60).text.splitlines() if line
+            ]
             assert events[-1] == {"kind": "end"}
-            for bad in ({}, {"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]}, {**body, "temperature": 9}):
+            for bad in (
+                {},
+                {"messages": []},
+                {"messages": [{"role": "assistant", "content": "x"}]},
+                {**body, "temperature": 9},
+            ):
                 assert requests.post(url + "/chat", json=bad, timeout=5).status_code in (400, 422)
         finally:
             server.kill()
@@ -852,15 +1124,37 @@ def test_the_page_streams_an_answer(home, texts):
 @slow
 @pytest.mark.skipif(not SHARED.exists(), reason="no shared/data beside this checkout")
 def test_real_text_and_real_tasks_through_a_hub_mirror(home, tmp_path):
-    server = subprocess.Popen([sys.executable, str(SHARED.parent / "hub_mirror.py"), "--port", "8911", "--faults", "drop=0.2,503=0.2"], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, str(SHARED.parent / "hub_mirror.py"), "--port", "8911", "--faults", "drop=0.2,503=0.2"],
+        stdout=subprocess.DEVNULL,
+    )
     try:
         time.sleep(1)
         env = {"HF_ENDPOINT": "http://127.0.0.1:8911"}
         shutil.copytree(home / "tokenizer", tmp_path / "tokenizer")
-        out = run("train_base.py", *SMALL, "--data_dir=npuchat/dev-text-zh", "--num_iterations=4", f"--out_dir={tmp_path}", env=env).out
+        out = run(
+            "train_base.py", *SMALL, "--data_dir=npuchat/dev-text-zh", "--num_iterations=4", f"--out_dir={tmp_path}", env=env
+        ).out
         assert "val bpb" in out and (tmp_path / "data/npuchat/dev-text-zh/shard_00000.parquet").exists()
-        run("train_mid.py", "--tasks=gsm8k,mmlu,arc_easy", "--num_iterations=2", "--conversations=300", "--eval_problems=4", f"--out_dir={tmp_path}", env=env)
-        out = run("eval.py", "--source=mid", "--tasks=gsm8k,mmlu,arc_easy,arc_challenge", "--max_problems=6", "--max_new_tokens=4", f"--out_dir={tmp_path}", env=env).stdout
+        run(
+            "train_mid.py",
+            "--tasks=gsm8k,mmlu,arc_easy",
+            "--num_iterations=2",
+            "--conversations=300",
+            "--eval_problems=4",
+            f"--out_dir={tmp_path}",
+            env=env,
+        )
+        out = run(
+            "eval.py",
+            "--source=mid",
+            "--tasks=gsm8k,mmlu,arc_easy,arc_challenge",
+            "--max_problems=6",
+            "--max_new_tokens=4",
+            f"--out_dir={tmp_path}",
+            env=env,
+        ).stdout
+        assert (tmp_path / "data/openai/gsm8k/main/train-00000-of-00001.parquet").exists()
         assert {"gsm8k", "mmlu", "arc_easy", "arc_challenge"} <= json.loads(out.splitlines()[-1])["mid"].keys()
     finally:
         server.kill()
@@ -882,4 +1176,8 @@ def test_no_device_is_named_outside_common():
 
 if __name__ == "__main__":
     argv = [a for a in sys.argv[1:] if a != "--fast"]
-    sys.exit(pytest.main([str(HERE / "test_all.py"), "-q", "--durations=8", *(["-m", "not slow"] if "--fast" in sys.argv else []), *argv]))
+    sys.exit(
+        pytest.main(
+            [str(HERE / "test_all.py"), "-q", "--durations=8", *(["-m", "not slow"] if "--fast" in sys.argv else []), *argv]
+        )
+    )

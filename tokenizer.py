@@ -11,7 +11,8 @@ byte-level BPE that is trained on it, the chat template with its loss mask, and 
 
 Reads text; writes out_dir/tokenizer/tokenizer.json (the Hugging Face tokenizers format, never a pickle) and tokenizer.meta.json.
 """
-from common import (auto, configure, fail, file_sha256, human, hub_fetch, hub_files, len_cores, need, print0, progress, write_atomic)
+from common import (auto, configure, fail, file_sha256, human, hub_fetch, hub_files, len_cores, need, print0, progress,
+                    write_atomic)
 
 import bisect
 import codecs
@@ -19,8 +20,6 @@ import hashlib
 import heapq
 import importlib.util
 import json
-import os
-import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict
@@ -44,6 +43,7 @@ resume = True            # false: train again even if a sound tokenizer is there
 # Text. A corpus is a list of shards; a shard is a file (or all of the embedded text) and yields documents (text, source).
 # ---------------------------------------------------------------------------------------------------------------------
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".txt")
+TXT_DOCUMENT = 5000  # characters, at least, of a document cut from a .txt file
 VAL_SHARE = 100  # one document in so many is for validation, chosen by a hash of its text ...
 VAL_SHARE_EMBEDDED = 20  # ... of the embedded text, which has only a few hundred
 
@@ -133,10 +133,19 @@ def read_shard(shard, out_dir):
                 try:
                     text = json.loads(line)["text"]
                 except (ValueError, KeyError, TypeError):
+                    text = None
+                if not isinstance(text, str):
                     fail(f"{path} line {n} is not a JSON object with a `text`")
                 yield text, path.stem
-    else:
-        yield path.read_text(encoding="utf-8", errors="replace"), path.stem
+    else:  # plain text: cut at empty lines into documents of some length, so that one big file can be split too
+        document = ""
+        for paragraph in path.read_text(encoding="utf-8", errors="replace").split("\n\n"):
+            document += paragraph + "\n\n"
+            if len(document) > TXT_DOCUMENT:
+                yield document.rstrip("\n"), path.stem
+                document = ""
+        if document.strip():
+            yield document.rstrip("\n"), path.stem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +153,8 @@ def read_shard(shard, out_dir):
 # ---------------------------------------------------------------------------------------------------------------------
 # GPT-4's splitting pattern, but numbers in groups of at most two digits: better for small vocabularies.
 PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
-SPECIALS = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end", "output_start", "output_end"]
+SPECIALS = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
+            "output_start", "output_end"]
 
 
 def train_bpe(counts, n_merges):
@@ -268,20 +278,22 @@ class Tokenizer:
         merges = []
         for piece, rank in sorted(self.ranks.items(), key=lambda kv: kv[1])[256:]:
             merges.append([spell(p) for p in split_piece(piece, rank, self.ranks)])
-        added = [{"id": i, "content": f"<|{n}|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-                 for n, i in self.special.items()]
+        added = [{"id": i, "content": f"<|{n}|>", "single_word": False, "lstrip": False, "rstrip": False,
+                  "normalized": False, "special": True} for n, i in self.special.items()]
         data = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
                     {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False},
                     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
-                "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-                "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                          "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                "post_processor": None,
+                "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+                "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                          "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                           "vocab": {spell(p): i for p, i in self.ranks.items()}, "merges": merges}}
         path = Path(folder) / "tokenizer.json"
         write_atomic(path, json.dumps(data, ensure_ascii=False))
         self.hash = file_sha256(path)
-        write_atomic(path.with_name("tokenizer.meta.json"), json.dumps({"sha256": self.hash, "vocab_size": self.vocab_size, **facts}, indent=1))
+        sidecar = {"sha256": self.hash, "vocab_size": self.vocab_size, **facts}
+        write_atomic(path.with_name("tokenizer.meta.json"), json.dumps(sidecar, indent=1))
 
     @classmethod
     def load(cls, folder):
@@ -299,7 +311,7 @@ class Tokenizer:
             back = {c: b for b, c in byte_alphabet().items()}
             ranks = {bytes(back[c] for c in piece): i for piece, i in data["model"]["vocab"].items()}
             return cls(ranks, data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], digest)
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             fail(f"{path} cannot be read ({type(e).__name__}: {e}); make it again with: {again}")
 
     # --- chat template ---
@@ -431,8 +443,11 @@ class RowLoader:
 
     def rows(self):
         """Yield (row, block's sequences) for ever, from self.state on, without materialising anything."""
+        empty = 0  # blocks in a row
         while True:
             sequences = self.blocks(self.state["block"], self.state["epoch"])
+            empty = 0 if sequences else empty + 1
+            assert empty <= self.n_blocks, "a whole epoch held no sequence"
             packed = pack_rows([len(s[0] if isinstance(s, tuple) else s) for s in sequences], self.T + 1, self.split)
             order = np.random.default_rng([self.state["epoch"], self.state["block"]]).permutation(len(packed))
             while self.state["row"] < len(packed):
@@ -484,6 +499,9 @@ def render_blocks(conversations, tok, capacity, every_token, text=(), text_share
 
 def describe_block(sequences, capacity):
     """-> (rows, share of their positions that is filled, share that is scored) of one block of conversations."""
+    if not sequences:
+        fail(f"no conversation has anything to learn from in its first {capacity - 1} tokens: "
+             "train the base model with a longer --max_seq_len")
     rows = pack_rows([len(ids) for ids, _ in sequences], capacity, split=False)
     places = len(rows) * capacity
     return len(rows), sum(len(ids) for ids, _ in sequences) / places, sum(int(m.sum()) for _, m in sequences) / places
@@ -497,7 +515,8 @@ def token_cache(shard, tok, out_dir):
         identity = f"embedded {platform.python_version()}"
     else:
         path = Path(shard[1] if isinstance(shard, tuple) else shard)
-        identity = json.dumps(shard) if isinstance(shard, tuple) else f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        local = not isinstance(shard, tuple)
+        identity = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" if local else json.dumps(shard)
     key = hashlib.sha256(f"{identity} {tok.hash} {VAL_SHARE} {VAL_SHARE_EMBEDDED}".encode()).hexdigest()[:16]
     base = Path(out_dir) / "data" / "tokens" / key
     if not base.with_suffix(".json").exists():
@@ -542,10 +561,16 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
                 break
     val = [d for c in caches for d in c["val"]]
     train = [c["train"] for c in caches if c["train"]]
+    if not val and train and len(train[0]) > 1:
+        val = train[0][-max(1, len(train[0]) // 20) :]
+        train[0] = train[0][: -len(val)]
+        auto(f"so few documents that none fell to validation: the last {len(val)} of {len(val) + len(train[0])} serve")
     if not train or not val:
-        fail(f"the text of --data_dir={data_dir!r} is too little: {sum(map(len, train))} training and {len(val)} validation documents")
+        fail(f"the text of --data_dir={data_dir!r} is too little to train on: give at least two documents "
+             "(a .txt file is cut at empty lines)")
     auto(f"data {data_dir or 'embedded text'}: {len(caches)} of {len(shards)} shards, {human(sum(map(len, train)))} documents, "
-         f"{human(tokens)} tokens for training ({want_tokens / tokens:.2f} epochs), {human(sum(map(len, val)))} for validation ({time.time() - t0:.1f} s)")
+         f"{human(tokens)} tokens for training ({want_tokens / tokens:.2f} epochs), "
+         f"{human(sum(map(len, val)))} for validation ({time.time() - t0:.1f} s)")
     return train, val
 
 
@@ -572,7 +597,8 @@ def main():
         fail(f"--vocab_size={vocab_size} is too small: 256 bytes and {len(SPECIALS)} specials come first")
     if resume and sidecar.exists() and (folder / "tokenizer.json").exists():
         old = json.loads(sidecar.read_text(encoding="utf-8"))
-        if old.get("sha256") == file_sha256(folder / "tokenizer.json") and old["vocab_size"] == vocab_size and all(old.get(k) == v for k, v in facts.items()):
+        same = all(old.get(k) == v for k, v in facts.items()) and old.get("vocab_size") == vocab_size
+        if same and old.get("sha256") == file_sha256(folder / "tokenizer.json"):
             auto(f"{folder}/tokenizer.json is already trained with these knobs; --resume=0 trains it again")
             return
     t0 = time.time()

@@ -3,12 +3,12 @@ Pretraining: predict the next token of raw text. Depth sets everything else.
 
     python train_base.py --depth=4                                            # one device: NPU, CUDA, MPS or CPU
     torchrun --standalone --nproc_per_node=8 train_base.py --depth=20         # all devices of one machine
-    python train_base.py --depth=2 --num_iterations=20 --total_batch_size=2048 --max_seq_len=128 --out_dir=/tmp/smoke     # CPU smoke run
+    python train_base.py --depth=2 --num_iterations=20 --max_seq_len=128 --out_dir=/tmp/smoke                 # CPU smoke run
 
 Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for the embedded text).
 Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
 """
-from common import (Log, auto, cleanup, configure, duration, fail, find_resume, human, load_weights, print0, save_checkpoint,
+from common import (Log, auto, begin, cleanup, configure, duration, fail, find_resume, human, load_weights, print0, save_checkpoint,
                     setup, split_batch, warn)
 
 import json
@@ -80,11 +80,12 @@ if width % head or depth < 1:
     fail(f"width {width} is not a multiple of the head dimension {head}: set --model_dim or --head_dim")
 heads = width // head
 with torch.device(dev.device):
-    model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_head=heads, n_kv_head=n_kv_head or heads,
-                          n_embd=width, softcap=softcap, value_embeds=value_embeds, layer_lambdas=layer_lambdas))
+    model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width, n_head=heads,
+                          n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds, layer_lambdas=layer_lambdas))
 params, matmul_params = model.num_params()
 flops_per_token = model.flops_per_token(max_seq_len)
-auto(f"depth {depth}: width {width}, {heads} heads of {head}, {human(params)} parameters ({human(matmul_params)} in matmuls), {human(flops_per_token)} FLOPs per token")
+auto(f"depth {depth}: width {width}, {heads} heads of {head}, {human(params)} parameters ({human(matmul_params)} in matmuls), "
+     f"{human(flops_per_token)} FLOPs per token")
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 target_tokens = target_flops / flops_per_token if target_flops else target_param_data_ratio * matmul_params
@@ -94,28 +95,26 @@ if not total_batch_size:  # the best batch grows slowly with the number of token
 device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev, model)
 num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
 lr_scale = lr_scale or max(1.0, math.sqrt(total_batch_size / 2**19))
-auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / matmul_params:.1f} per parameter")
+tokens = num_steps * total_batch_size
+auto(f"{num_steps} steps, {human(tokens)} tokens, {tokens / matmul_params:.1f} per parameter in matmuls")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
-train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, num_steps * total_batch_size)
+train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens)
 loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev, split=True,
                    state=started and started["loader"])
 batches = iter(loader)
 
 # --- OPTIMIZER -------------------------------------------------------------------------------------------------------
 adam_scale = lr_scale * (width / 768) ** -0.5
-rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale, "scalar_lr": scalar_lr * lr_scale}
+rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale,
+         "scalar_lr": scalar_lr * lr_scale}
 optimizer = Muon(model.param_groups(**rates, weight_decay=weight_decay), dev)
-auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()) + f" (scale {lr_scale:.3f}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
-step, metrics = 0, {"tokens": 0, "seconds": 0.0}
+auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items())
+     + f" (scale {lr_scale:.3g}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
+step, metrics = begin(started, run_dir, num_steps)
 if started:
     model.load_state_dict(load_weights(started, "model.pt"))
     optimizer.load_state_dict(load_weights(started, "optim.pt"))
-    step, metrics = started["step"], started["metrics"]
-    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
-    if step >= num_steps:
-        cleanup()
-        raise SystemExit(0)
 
 
 def lr_multiplier(step):
@@ -127,7 +126,8 @@ def lr_multiplier(step):
 def sample():
     """A few greedy continuations: what the model has picked up so far."""
     prompts = ["The import statement", "def __init__(self", "1 2 3 4 5 6"]
-    for prompt, [(tokens, _)] in zip(prompts, complete(model, tok, [[tok.bos, *tok.encode(p)] for p in prompts], dev, temperature=0, max_new_tokens=24)):
+    answers = complete(model, tok, [[tok.bos, *tok.encode(p)] for p in prompts], dev, temperature=0, max_new_tokens=24)
+    for prompt, [(tokens, _)] in zip(prompts, answers):
         print0(f"   {prompt}|{tok.decode(tokens)}".replace("\n", "\\n"))
 
 
@@ -141,8 +141,9 @@ while True:
         metrics["seconds"] = log.seconds
         if dev.is_main:
             save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir, "parent": "",
-                "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+                "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
+                "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
+                "hardware": dev.hardware})
         dev.barrier()
     if not bench and (last or (eval_every and step % eval_every == 0)):
         metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, device_batch_size, eval_tokens)
@@ -185,17 +186,21 @@ while True:
     tok_per_s = total_batch_size / typical
     mfu = flops_per_token * tok_per_s / (peak * dev.world_size) if peak else None
     if not bench:
-        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), mfu=mfu, tokens=metrics["tokens"])
+        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), mfu=mfu,
+                  tokens=metrics["tokens"])
     if log and (step % 10 == 0 or step <= 3):
-        log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms",
-                        f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?", f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
+        log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}",
+                        f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?",
+                        f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
 
 # --- END -------------------------------------------------------------------------------------------------------------
 if bench:
-    best = sorted(times[3:])[len(times[3:]) // 2]
-    print0(json.dumps({"tok_per_s": round(total_batch_size / best), "ms_per_step": round(1000 * best, 1), "peak_gb": round(dev.peak_memory_gb(), 2),
-                       "mfu": peak and round(flops_per_token * total_batch_size / best / (peak * dev.world_size), 4), "hardware": f"{dev.world_size} x {dev.name}"}))
+    typical = sorted(times[3:])[len(times[3:]) // 2]  # the first steps warm up
+    mfu = peak and round(flops_per_token * total_batch_size / typical / (peak * dev.world_size), 4)
+    print0(json.dumps({"tok_per_s": round(total_batch_size / typical), "ms_per_step": round(1000 * typical, 1), "mfu": mfu,
+                       "peak_gb": round(dev.peak_memory_gb(), 2), "hardware": dev.hardware}))
 elif dev.is_main:
     write_report(out_dir)
-    print0(f"base model: val bpb {metrics['val_bpb']:.4f} after {human(metrics['tokens'])} tokens in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python train_mid.py")
+    print0(f"base model: val bpb {metrics['val_bpb']:.4f} after {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python train_mid.py")
 cleanup()

@@ -3,7 +3,7 @@ Reinforcement learning from verifiable rewards: the model tries, a grader says r
 
     python train_rl.py                                                        # one device: NPU, CUDA, MPS or CPU
     torchrun --standalone --nproc_per_node=8 train_rl.py --task=gsm8k         # all devices of one machine
-    python train_rl.py --num_iterations=2 --prompts_per_step=4 --num_samples=4 --out_dir=/tmp/smoke       # CPU smoke run, after train_sft.py's
+    python train_rl.py --num_iterations=2 --prompts_per_step=4 --num_samples=4 --out_dir=/tmp/smoke      # CPU smoke run
 
 This is GRPO (Shao et al. 2024) kept strictly on-policy, one update per batch of rollouts, so that no ratio, clipping or
 reference model is needed. For each prompt, G answers are sampled; an answer's advantage is its reward minus the mean of its
@@ -13,7 +13,7 @@ group; the loss is -advantage * log p of each sampled token, summed over the ste
 Reads the newest SFT checkpoint in out_dir and a task.
 Writes out_dir/rl/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; chat.py talks to it.
 """
-from common import (Log, auto, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
+from common import (Log, auto, begin, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
                     save_checkpoint, setup, warn)
 
 import json
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from eval import TASKS, evaluate_task, visible_text, write_report
+from eval import evaluate_task, make_tasks, visible_text, write_report
 from gpt import complete, load_model, model_meta
 from muon import Muon
 from tokenizer import find_tokenizer
@@ -67,12 +67,16 @@ tok = find_tokenizer(out_dir, parent)
 auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
-if task not in TASKS:
-    fail(f"there is no task {task!r}; there are {', '.join(TASKS)}")
 if num_samples < 2:
     fail("--num_samples must be at least 2: a try is judged against the others of its group")
-problems, test_problems = TASKS[task]("train"), TASKS[task]("test", eval_problems)
-auto(f"data {task}: {human(len(problems))} problems, {prompts_per_step} a step with {num_samples} tries each")
+[problems], [test_problems] = make_tasks(task, "train", out_dir, dev), make_tasks(task, "test", out_dir, dev, eval_problems)
+T = parent["model"]["max_seq_len"]
+room = T - max_new_tokens // 2  # for the prompt
+chosen = [i for i in range(len(problems)) if len(tok.render_for_completion(problems[i])) <= room]
+if not chosen:
+    fail(f"no prompt of {task} leaves room for an answer in {T} tokens: use another --task, or train with a longer --max_seq_len")
+auto(f"data {task}: {human(len(chosen))} problems ({len(problems) - len(chosen)} too long for {T} tokens left out), "
+     f"{prompts_per_step} a step with {num_samples} tries each")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
@@ -84,13 +88,8 @@ auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 num_steps = bench + 1 if bench else num_iterations
-auto(f"{num_steps} steps, {num_steps * prompts_per_step} prompts, {num_steps * prompts_per_step / len(problems):.2f} epochs")
-step, metrics = (started["step"], started["metrics"]) if started else (0, {"tokens": 0, "seconds": 0.0})
-if started:
-    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
-    if step >= num_steps:
-        cleanup()
-        raise SystemExit(0)
+auto(f"{num_steps} steps, {num_steps * prompts_per_step} prompts, {num_steps * prompts_per_step / len(chosen):.2f} epochs")
+step, metrics = begin(started, run_dir, num_steps)
 
 
 def lr_multiplier(step):
@@ -101,7 +100,7 @@ def lr_multiplier(step):
 def rollouts(step):
     """This rank's tries at the step's problems. -> list of groups: {"conversation", "prompt", "tries", "rewards", "ended"}"""
     first = step * prompts_per_step
-    mine = [problems[i % len(problems)] for i in range(first, first + prompts_per_step)][dev.rank :: dev.world_size]
+    mine = [problems[chosen[i % len(chosen)]] for i in range(first, first + prompts_per_step)][dev.rank :: dev.world_size]
     if not mine:  # more ranks than prompts
         return []
     prompts = [tok.render_for_completion(c) for c in mine]
@@ -122,7 +121,8 @@ def training_rows(groups):
     for g in groups:
         mean = sum(g["rewards"]) / len(g["rewards"])
         if max(g["rewards"]) > min(g["rewards"]):
-            rows += [(g["prompt"] + tokens, [0] * len(g["prompt"]) + mask, r - mean) for (tokens, mask), r in zip(g["tries"], g["rewards"])]
+            for (tokens, mask), reward in zip(g["tries"], g["rewards"]):
+                rows.append((g["prompt"] + tokens, [0] * len(g["prompt"]) + mask, reward - mean))
     return sorted(rows, key=lambda row: -len(row[0]))
 
 
@@ -144,8 +144,9 @@ while True:
         metrics["seconds"] = log.seconds
         if dev.is_main:
             save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"], "parent": parent["seal"],
-                "rates": rates, "batch": parent["batch"], "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+                "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
+                "parent": parent["seal"], "rates": rates, "batch": parent["batch"], "metrics": metrics,
+                "hardware": dev.hardware})
         dev.barrier()
     if not bench and (last or step == 0 or (eval_every and step % eval_every == 0)):
         metrics["test_acc"] = evaluate_task(model, tok, dev, test_problems, eval_problems, max_new_tokens=max_new_tokens)["acc"]
@@ -159,14 +160,20 @@ while True:
     dev.synchronize()
     t1 = time.time()
     sampled = dev.sum(sum(sum(mask) for g in groups for _, mask in g["tries"]))  # tokens, all ranks: also of groups left out
-    stats = dev.sum(torch.tensor([len(groups), sum(sum(g["rewards"]) for g in groups), sum(len(t) for g in groups for t, _ in g["tries"]),
-                                  sum(max(g["rewards"]) > 0 for g in groups), sum(max(g["rewards"]) == min(g["rewards"]) for g in groups),
-                                  sum(e for g in groups for e in g["ended"])], dtype=torch.float32, device=dev.device)).tolist()
-    n_groups, n_tries = stats[0], stats[0] * num_samples
-    reward, length, solved, flat, truncated = stats[1] / n_tries, stats[2] / n_tries, stats[3] / n_groups, stats[4] / n_groups, 1 - stats[5] / n_tries
+    stats = [len(groups),
+             sum(max(g["rewards"]) > 0 for g in groups),
+             sum(max(g["rewards"]) == min(g["rewards"]) for g in groups),
+             sum(sum(g["rewards"]) for g in groups),
+             sum(len(tokens) for g in groups for tokens, _ in g["tries"]),
+             sum(not end for g in groups for end in g["ended"])]
+    n, *stats = dev.sum(torch.tensor(stats, dtype=torch.float32, device=dev.device)).tolist()
+    solved, flat = (x / n for x in stats[:2])  # shares of the groups: one right try at least; all tries alike
+    reward, length, truncated = (x / (n * num_samples) for x in stats[2:])  # means over the tries
+    new_tokens = stats[3]
 
     if sample_every and step % sample_every == 0 and groups:
-        print0("   " + tok.decode(groups[0]["prompt"] + groups[0]["tries"][0][0]).replace("\n", "\\n") + f"  -> reward {groups[0]['rewards'][0]:g}")
+        text = tok.decode(groups[0]["prompt"] + groups[0]["tries"][0][0])
+        print0("   " + text.replace("\n", "\\n") + f"  -> reward {groups[0]['rewards'][0]:g}")
     multiplier = lr_multiplier(step)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
@@ -191,21 +198,26 @@ while True:
     step += 1
     dt = time.time() - t0
     times = (times + [dt])[-50:]
-    sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + stats[2]
-    metrics["tokens"] += int(stats[2])
-    tok_per_s = stats[2] / (t1 - t0)
+    sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + new_tokens
+    metrics["tokens"] += int(new_tokens)
+    tok_per_s = new_tokens / (t1 - t0)
+    eta = (num_steps - step) * sorted(times)[len(times) // 2]
     if not bench:
-        log.write(step, loss=loss, reward=reward, solved=solved, flat_groups=flat, truncated=truncated, length=length, grad_norm=grad_norm, lr=multiplier,
-                  tok_per_s=round(tok_per_s), sample_s=round(t1 - t0, 3), train_s=round(dt - (t1 - t0), 3), tokens=metrics["tokens"])
+        log.write(step, loss=loss, reward=reward, solved=solved, flat_groups=flat, truncated=truncated, length=length,
+                  grad_norm=grad_norm, lr=multiplier, tok_per_s=round(tok_per_s), sample_s=round(t1 - t0, 3),
+                  train_s=round(dt - (t1 - t0), 3), tokens=metrics["tokens"])
     if log and (step % 5 == 0 or step <= 3):
-        log.line(step, [f"reward {reward:.3f}", f"solved {solved:.2f}", f"flat {flat:.2f}", f"cut {truncated:.2f}", f"len {length:4.1f}", f"lr {multiplier:.2f}",
-                        f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * sorted(times)[len(times) // 2])}"])
+        log.line(step, [f"reward {reward:.3f}", f"solved {solved:.2f}", f"flat {flat:.2f}", f"cut {truncated:.2f}",
+                        f"len {length:4.1f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s",
+                        f"{dev.peak_memory_gb():.1f}G", f"eta {duration(eta)}"])
 
 # --- END -------------------------------------------------------------------------------------------------------------
 if bench:
-    print0(json.dumps({"tok_per_s": round(tokens_done / sample_s), "sample_s": round(sample_s / num_steps, 3), "train_s": round(train_s / num_steps, 3),
-                       "peak_gb": round(dev.peak_memory_gb(), 2), "hardware": f"{dev.world_size} x {dev.name}"}))
+    print0(json.dumps({"tok_per_s": round(tokens_done / sample_s), "sample_s": round(sample_s / num_steps, 3),
+                       "train_s": round(train_s / num_steps, 3), "peak_gb": round(dev.peak_memory_gb(), 2),
+                       "hardware": dev.hardware}))
 elif dev.is_main:
     write_report(out_dir)
-    print0(f"RL: greedy accuracy on {task} {100 * metrics['test_acc']:.1f}% after {num_steps} steps in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python eval.py")
+    print0(f"RL: greedy accuracy on {task} {100 * metrics['test_acc']:.1f}% after {num_steps} steps in {duration(log.seconds)}; "
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python eval.py")
 cleanup()

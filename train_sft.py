@@ -8,7 +8,7 @@ Supervised fine-tuning: the model learns to answer. Only the assistant's tokens 
 Reads the newest mid checkpoint in out_dir and the tasks.
 Writes out_dir/sft/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_rl.py goes on from there.
 """
-from common import (Log, auto, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
+from common import (Log, auto, begin, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
                     save_checkpoint, setup, split_batch, warn)
 
 import json
@@ -60,32 +60,29 @@ auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
 T = parent["model"]["max_seq_len"]
-train_tasks, test_tasks = make_tasks(tasks, "train"), make_tasks(tasks, "test", eval_problems)
+train_tasks, test_tasks = make_tasks(tasks, "train", out_dir, dev), make_tasks(tasks, "test", out_dir, dev, eval_problems)
 mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
 blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=False)
 block_rows, filled, supervised = describe_block(blocks(0, 0), T + 1)
-auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, about {human(n_blocks * block_rows * T)} tokens; "
-     f"rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
+auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, "
+     f"about {human(n_blocks * block_rows * T)} tokens; rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
-device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size or parent["batch"], T, device_batch_size, dev, model)
+wanted = total_batch_size or parent["batch"]
+device_batch_size, grad_accum_steps, total_batch_size = split_batch(wanted, T, device_batch_size, dev, model)
 rates = {k: v * lr_frac * math.sqrt(total_batch_size / parent["batch"]) for k, v in parent["rates"].items()}
 optimizer = Muon(model.param_groups(**rates), dev)
 optimizer.load_state_dict(load_weights(started or parent, "optim.pt"))  # the momenta go on too
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
-num_steps = bench + 3 if bench else num_iterations or max(1, round(n_blocks * block_rows * T / total_batch_size))
-auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / (n_blocks * block_rows * T):.2f} epochs")
+epoch = n_blocks * block_rows * T  # tokens
+num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / total_batch_size))
+auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / epoch:.2f} epochs")
 loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, state=started and started["loader"])
 batches = iter(loader)
-step, metrics = (started["step"], started["metrics"]) if started else (0, {"tokens": 0, "seconds": 0.0})
-if started:
-    auto(f"continuing {run_dir} from step {step} of {num_steps}" if step < num_steps else f"{run_dir} is finished (step {step}); --resume=0 trains it again")
-    if step >= num_steps:
-        cleanup()
-        raise SystemExit(0)
+step, metrics = begin(started, run_dir, num_steps)
 
 
 def lr_multiplier(step):
@@ -104,8 +101,9 @@ while True:
         metrics["seconds"] = log.seconds
         if dev.is_main:
             save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "sft", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"], "parent": parent["seal"],
-                "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics, "hardware": f"{dev.world_size} x {dev.name} ({dev.type})"})
+                "stage": "sft", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
+                "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
+                "hardware": dev.hardware})
         dev.barrier()
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
@@ -141,17 +139,20 @@ while True:
     times = (times + [dt])[-50:]
     typical = sorted(times)[len(times) // 2]
     if not bench:
-        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), tokens=metrics["tokens"])
+        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt),
+                  tokens=metrics["tokens"])
     if log and (step % 10 == 0 or step <= 3):
-        log.line(step, [f"loss {train_loss:.4f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms", f"{human(total_batch_size / typical)} tok/s",
-                        f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
+        log.line(step, [f"loss {train_loss:.4f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms",
+                        f"{human(total_batch_size / typical)} tok/s", f"{dev.peak_memory_gb():.1f}G",
+                        f"eta {duration((num_steps - step) * typical)}"])
 
 # --- END -------------------------------------------------------------------------------------------------------------
 if bench:
     typical = sorted(times[3:])[len(times[3:]) // 2]
-    print0(json.dumps({"tok_per_s": round(total_batch_size / typical), "ms_per_step": round(1000 * typical, 1), "peak_gb": round(dev.peak_memory_gb(), 2),
-                       "hardware": f"{dev.world_size} x {dev.name}"}))
+    print0(json.dumps({"tok_per_s": round(total_batch_size / typical), "ms_per_step": round(1000 * typical, 1),
+                       "peak_gb": round(dev.peak_memory_gb(), 2), "hardware": dev.hardware}))
 elif dev.is_main:
     write_report(out_dir)
-    print0(f"fine-tuned on {human(metrics['tokens'])} tokens in {duration(log.seconds)}; checkpoint in {run_dir}/step_{step:06d}\nnext: python train_rl.py")
+    print0(f"fine-tuned on {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python train_rl.py")
 cleanup()
