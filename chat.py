@@ -8,7 +8,7 @@ Talking to it: in the terminal, with one question, or on a web page.
 
 Reads a checkpoint and the tokenizer in out_dir; writes nothing.
 """
-from common import auto, configure, fail, find_checkpoint, load_weights, need, newest_checkpoint, print0, setup
+from common import auto, configure, fail, find_checkpoint, load_weights, need, newest_checkpoint, print0, run_folders, setup
 
 import json
 import sys
@@ -43,7 +43,7 @@ class Chat:
         stage = source
         if not stage:
             order = ("rl", "sft", "mid")
-            stage = next((s for s in order if any(map(newest_checkpoint, (Path(out_dir) / s).glob("*")))), "sft")
+            stage = next((s for s in order if any(newest_checkpoint(p) for p in run_folders(out_dir, s))), "sft")
         self.meta = find_checkpoint(out_dir, stage)
         self.tok = find_tokenizer(out_dir, self.meta)
         self.model = load_model(self.meta, load_weights(self.meta, "model.pt"), self.dev).eval()
@@ -69,18 +69,22 @@ class Chat:
             yield "note", f"longer than {self.model.config.max_seq_len} tokens: the {dropped} oldest turns are left out"
         tok, kind, decode = self.tok, "text", self.tok.stream_decoder()
         kinds = {tok.python_start: "python", tok.output_start: "output", tok.python_end: "text", tok.output_end: "text"}
-        with self.lock:
-            self.turn += 1
-            tokens = generate(self.model, tok, [ids], self.dev, max_new_tokens=max_new_tokens, temperature=temperature,
-                              top_k=top_k, seed=seed + self.turn)
-            for [(_, token, _)] in tokens:
-                if token >= tok.bos:  # a special token: it ends a part and is not shown
-                    text, decode, kind_next = decode(None), tok.stream_decoder(), kinds.get(token, "text")
-                else:
-                    text, kind_next = decode(token), kind
-                if text:
-                    yield kind, text
-                kind = kind_next
+        self.turn += 1
+        steps = generate(self.model, tok, [ids], self.dev, max_new_tokens=max_new_tokens, temperature=temperature,
+                         top_k=top_k, seed=seed + self.turn)
+        while True:
+            with self.lock:  # for one token only: an answer whose reader has gone must not keep the others waiting
+                events = next(steps, None)
+            if events is None:
+                break
+            [(_, token, _)] = events
+            if token >= tok.bos:  # a special token: it ends a part and is not shown
+                text, decode, kind_next = decode(None), tok.stream_decoder(), kinds.get(token, "text")
+            else:
+                text, kind_next = decode(token), kind
+            if text:
+                yield kind, text
+            kind = kind_next
         if text := decode(None):
             yield kind, text
 
@@ -143,7 +147,8 @@ def make_app(chat):
     """The page and its three addresses: GET / (chat.html), POST /chat (server-sent events), GET /health."""
     need("fastapi", "the web page")
     from fastapi import FastAPI, HTTPException
-    from fastapi.responses import HTMLResponse, StreamingResponse
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
     from pydantic import BaseModel, Field
     app = FastAPI(title="npuchat", docs_url=None, redoc_url=None)
     page = (Path(__file__).parent / "chat.html").read_text(encoding="utf-8")
@@ -166,6 +171,10 @@ def make_app(chat):
         for kind, text in chat.answer([m.model_dump() for m in r.messages], r.temperature, r.top_k, r.max_new_tokens):
             yield "data: " + json.dumps({"kind": kind, "text": text}) + "\n\n"
         yield 'data: {"kind": "end"}\n\n'
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request, error):  # without the input, which may hold what JSON cannot (nan)
+        return JSONResponse({"detail": [{"loc": list(e["loc"]), "msg": e["msg"]} for e in error.errors()]}, 422)
 
     @app.get("/", response_class=HTMLResponse)
     def index():

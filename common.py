@@ -51,6 +51,9 @@ def tune_malloc():
 
 if sys.platform == "linux":
     tune_malloc()
+    # OpenMP threads that wait, spin; when anything else wants a core, a training step on two cores then takes ten times
+    # as long (measured: 7.4 s instead of 0.7 s; with a short spin 1.8 s, and no slower on an idle machine).
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
 import requests  # noqa: E402
@@ -194,6 +197,8 @@ def configure(g, argv=None):
             else:
                 fail(f"--{key} needs a value, as in --{key}={knobs[key]}")
         g[key] = parse_knob(key, value, knobs[key])
+        if isinstance(g[key], (int, float)) and not g[key] >= 0:  # nan is refused too
+            fail(f"--{key}={value} must not be negative; 0 is how a knob is left to the program or switched off")
         given.append(key)
     if given:
         print0("[knobs] " + " ".join(f"{k}={g[k]}" for k in dict.fromkeys(given)))
@@ -203,7 +208,7 @@ def configure(g, argv=None):
 # --- device and ranks ------------------------------------------------------------------------------------------------
 # Peak dense matmul TFLOP/s (bf16, or fp16 where there is no bf16) by a piece of the device's name. Sources: vendor data
 # sheets; Ascend as reported by users of public nanochat ports. First match wins.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "L4": 121,
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121,
                "4090": 165, "3090": 71, "V100": 125, "T4": 65, "Ascend910B3": 313, "Ascend910B": 376, "Ascend910_93": 376,
                "Ascend910": 256, "Ascend310P": 70}
 
@@ -286,20 +291,14 @@ class Device:
     def peak_flops(self):
         """Peak FLOP/s of one device at its compute dtype, None if unknown. For the CPU: measured once, now."""
         if self.type == "cpu":
-            return matmul_flops(self.dtype)
+            return matmul_flops(self.dtype, seconds=0.5)
         found = next((t for n, t in PEAK_TFLOPS.items() if n.lower() in self.name.lower()), None)
         return found * 1e12 if found and self.dtype != torch.float32 else None
 
 
-def matmul_flops(dtype, n=1024, seconds=0.15):
-    """Measured FLOP/s of an (n, n) matmul on the CPU, best of several (n is halved while one takes too long)."""
-    a = torch.randn(128, 128, dtype=dtype)
-    t0 = time.perf_counter()
-    a @ a
-    if (time.perf_counter() - t0) * (n / 128) ** 3 > 1.0:  # emulated type: a small product says enough
-        n = 128
-    a, best, end = torch.randn(n, n, dtype=dtype), 0.0, time.perf_counter() + seconds
-    a @ a
+def matmul_flops(dtype, n=1024, seconds=0.2):
+    """Measured FLOP/s of an (n, n) matmul on the CPU: the best of several, since others may be using the machine."""
+    a, best, end = torch.randn(n, n).to(dtype), 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         t0 = time.perf_counter()
         a @ a
@@ -335,9 +334,11 @@ def choose_dtype(kind, name, wanted):
         old = name.startswith(("Ascend310", "Ascend910A", "Ascend910Pro")) or name in ("Ascend910", "Ascend910B")
         return (torch.float32, f"{name} has no bf16") if old else (torch.bfloat16, name)
     if kind == "cpu":
-        f32, b16 = matmul_flops(torch.float32), matmul_flops(torch.bfloat16)
-        ratio = b16 / f32
-        return (torch.bfloat16 if ratio > 1.3 else torch.float32), f"bf16 matmul runs at {ratio:.2f} x fp32 here"
+        if not {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu_info("flags", "Features").split()):
+            return torch.float32, "this CPU has no bf16 instructions"
+        speeds = [[matmul_flops(dtype, seconds=0.1) for dtype in (torch.float32, torch.bfloat16)] for _ in range(3)]  # in turn:
+        f32, b16 = map(max, zip(*speeds))  # a busy moment hits both
+        return (torch.bfloat16 if b16 > 1.3 * f32 else torch.float32), f"bf16 matmul runs at {b16 / f32:.1f} x fp32 here"
     return torch.float32, "the safe choice on mps"
 
 
@@ -361,7 +362,7 @@ def setup(device_type="auto", dtype="auto", seed=42):
         module.set_device(local)
         device, name = torch.device(kind, local), module.get_device_name(local)
     else:
-        device, name = torch.device(kind), cpu_name()
+        device, name = torch.device(kind), cpu_info("model name") or platform.processor() or platform.machine()
         if kind == "cpu" and local_world > 1:  # torchrun sets OMP_NUM_THREADS=1, whatever the machine
             torch.set_num_threads(max(1, len_cores() // local_world))
     if WORLD_SIZE > 1 and not dist.is_initialized():
@@ -383,11 +384,14 @@ def setup(device_type="auto", dtype="auto", seed=42):
     return dev
 
 
-def cpu_name():
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return platform.processor() or platform.machine()
+def cpu_info(*keys):
+    """The first line of /proc/cpuinfo with one of these keys; "" where there is no such file or line."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in keys:
+                return value.strip()
+    return ""
 
 
 def len_cores():
@@ -406,7 +410,7 @@ def split_batch(total_batch_size, T, device_batch_size, dev, model):
     rows = max(1, round(total_batch_size / T))  # over all devices
     if not device_batch_size:
         size = model.config.n_layer * model.config.n_embd
-        fit = 4096 if dev.type == "cpu" else int(65536 * min(1.0, 12 * 768 / size))  # tokens
+        fit = 2048 if dev.type == "cpu" else int(65536 * min(1.0, 12 * 768 / size))  # tokens
         device_batch_size = max(1, min(fit // T, rows // dev.world_size))
     per_pass = device_batch_size * dev.world_size
     passes = -(-rows // per_pass)
@@ -471,7 +475,7 @@ def save_checkpoint(run_dir, step, model_state, optim_state, meta, keep=2):
     tmp = final.with_name(f"{final.name}.tmp{os.getpid()}")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    torch.save(model_state, tmp / "model.pt")
+    torch.save({name: t.cpu() for name, t in model_state.items()}, tmp / "model.pt")  # loads where that device is unknown
     torch.save(optim_state, tmp / "optim.pt")
     rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
     meta = {**meta, "step": step, "rng": rng, "saved_at": time.time(), "torch": torch.__version__,
@@ -480,9 +484,9 @@ def save_checkpoint(run_dir, step, model_state, optim_state, meta, keep=2):
     shutil.rmtree(final, ignore_errors=True)
     os.replace(tmp, final)
     others = [p for p in step_folders(run_dir) if p != final]
-    older = [p for p in others if step_of(p) < step]
+    older = [p for p in others if step_of(p) < step and isinstance(read_checkpoint(p), dict)]
     for path in [p for p in others if p not in older[-(keep - 1) :]] + list(Path(run_dir).glob("step_*.tmp*")):
-        shutil.rmtree(path)  # older ones, damaged ones of a later step, and what a killed process left half written
+        shutil.rmtree(path)  # older ones, damaged ones, and what a killed process left half written
 
 
 def step_of(path):
@@ -518,6 +522,11 @@ def newest_checkpoint(run_dir):
     return None
 
 
+def run_folders(out_dir, stage):
+    """The runs of a stage, without those put aside."""
+    return sorted(p for p in (Path(out_dir) / stage).glob("*") if p.is_dir() and ".old" not in p.name)
+
+
 @decided_by_main
 def find_checkpoint(out_dir, source):
     """The newest checkpoint of a stage, of 'stage/tag', or at a path. -> meta, or ends with what to do."""
@@ -530,8 +539,7 @@ def find_checkpoint(out_dir, source):
     stage = source.split("/")[0]
     if stage not in STAGES:
         fail(f"{source!r} is neither a stage ({', '.join(STAGES)}) nor a checkpoint folder")
-    runs = [Path(out_dir) / source] if "/" in source else (Path(out_dir) / stage).glob("*")
-    metas = [m for m in map(newest_checkpoint, sorted(p for p in runs if p.is_dir() and ".old" not in p.name)) if m]
+    metas = [m for m in map(newest_checkpoint, [Path(out_dir) / source] if "/" in source else run_folders(out_dir, stage)) if m]
     if not metas:
         home = "" if out_dir == "out" else f" --out_dir={out_dir}"
         fail(f"there is no {stage} checkpoint in {Path(out_dir) / source}; make one with: {COMMAND[stage]}{home}")
@@ -566,13 +574,10 @@ def find_resume(run_dir, config, resume, parent=""):
             reason = "the checkpoint it started from has changed"
     if meta and not reason:
         return meta
-    if (run_dir / "log.jsonl").exists():
-        if meta:
-            aside = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.old{n}")).exists())
-            os.replace(run_dir, aside)
-            auto(f"{reason}: starting over, the old run is kept in {aside}")
-        else:
-            (run_dir / "log.jsonl").unlink()  # a run that died before its first checkpoint
+    if run_dir.is_dir() and step_folders(run_dir):  # sound or damaged: nothing is written over it
+        aside = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.old{n}")).exists())
+        os.replace(run_dir, aside)
+        auto(f"{reason or 'no sound checkpoint in it'}: starting {run_dir} over, the old run is kept in {aside}")
     return None
 
 
@@ -669,20 +674,24 @@ def hub_request(path, tries=4, **kwargs):
             except requests.RequestException as e:
                 last = f"{endpoint}: {type(e).__name__}"
                 continue
-            if r.status_code < 400:
+            if r.status_code < 400 and not r.headers.get("Content-Type", "").startswith("text/html"):
                 return r
-            last = f"{endpoint}: HTTP {r.status_code}"
+            last = f"{endpoint}: HTTP {r.status_code}" + (", a web page" if r.status_code < 400 else "")  # a login page, say
             if r.status_code in (401, 403, 404):
                 return last
         time.sleep(min(8, 0.5 * 2**attempt) * (0.5 + random.random()))
     return last
 
 
-def hub_files(repo):
+def hub_files(repo, home):
     """The files of a hub dataset: {path: {"size": bytes, "sha256": hex or None}}."""
+    listing = Path(home) / "data" / repo / "files.json"  # kept, so that what was downloaded can be used without a network
     path, files = f"/api/datasets/{repo}/tree/main?recursive=true", {}
     while path:
-        r = hub_request(path)
+        r = hub_request(path, tries=1 if listing.exists() else 4)
+        if isinstance(r, str) and listing.exists():
+            warn(f"hub dataset {repo} cannot be listed ({r}): using what was downloaded before")
+            return json.loads(listing.read_text(encoding="utf-8"))
         if isinstance(r, str):
             fail(f"hub dataset {repo} cannot be listed ({r}); check the name and HF_ENDPOINT, or give a local folder")
         for f in r.json():
@@ -690,6 +699,7 @@ def hub_files(repo):
                 files[f["path"]] = {"size": f["size"], "sha256": f.get("lfs", {}).get("oid")}
         following = r.links.get("next", {}).get("url", "")  # long listings come in pages
         path = following[following.index("/api/") :] if "/api/" in following else None
+    write_atomic(listing, json.dumps(files))
     return files
 
 

@@ -13,7 +13,7 @@ from the hub. Training and evaluation, supervised learning and reward all use th
 Reads checkpoints; writes out/<stage>/<tag>/eval.json, out/report.md and out/curves.png. The last line is one JSON object.
 """
 from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human, load_weights,
-                    need, newest_checkpoint, print0, progress, read_log, setup, warn, write_atomic)
+                    need, newest_checkpoint, print0, progress, read_log, run_folders, setup, warn, write_atomic)
 
 import hashlib
 import json
@@ -136,7 +136,7 @@ class Spelling(RuleTask):
         return w, user_says(rng.choice(self.FORMS).format(w=w), " ".join(w), answer=w)
 
     def grade(self, conversation, answer):
-        return float(re.sub(r"[\s,.-]", "", answer) == conversation["answer"])
+        return float(re.findall(r"[^\s,.-]+", answer) == list(conversation["answer"]))  # letters apart: the word alone is no answer
 
 
 class Counting(RuleTask):
@@ -156,7 +156,7 @@ class Counting(RuleTask):
 
 
 def multiple_choice(question, choices, right, chinese=False):
-    """A conversation that asks for a letter. The letter stands after its choice, as the very token the answer will be."""
+    """A conversation that asks for a letter. The letter stands right after its choice, where an answer can be looked up."""
     letters = "ABCDEFGH"[: len(choices)]
     head, tail = ("选择题：", "只回答字母。") if chinese else ("Multiple choice: ", "Answer with the letter only.")
     lines = [f"- {c}={letter}" for c, letter in zip(choices, letters)]
@@ -223,7 +223,7 @@ class Identity(RuleTask):
 def hub_rows(repo, path, home):
     """The rows of one parquet file of a hub dataset, as dicts; downloaded into home/data unless it is there."""
     pq = need("pyarrow.parquet", f"reading {repo}")
-    facts = hub_files(repo)
+    facts = hub_files(repo, home)
     if path not in facts:
         fail(f"hub dataset {repo} has no file {path}")
     return pq.read_table(hub_fetch(repo, path, home, facts[path])).to_pylist()
@@ -411,10 +411,9 @@ def stage_runs(home):
     """{stage: (run folder, meta)} of the newest run of each stage."""
     runs = {}
     for stage in STAGES:
-        found = [(m["saved_at"], str(p), m) for p in (Path(home) / stage).glob("*") if p.is_dir() and ".old" not in p.name
-                 and (m := newest_checkpoint(p))]
+        found = [(p, m) for p in run_folders(home, stage) if (m := newest_checkpoint(p))]
         if found:
-            runs[stage] = Path(max(found)[1]), max(found)[2]
+            runs[stage] = max(found, key=lambda pm: pm[1]["saved_at"])
     return runs
 
 
@@ -512,6 +511,8 @@ def draw_curves(runs, path):
 def main():
     dev = setup(device_type, dtype)
     runs = stage_runs(out_dir) if source == "all" else {}
+    global device_batch_size
+    device_batch_size = device_batch_size or 64
     metas = [m for _, m in runs.values()] or [find_checkpoint(out_dir, "base" if source == "all" else source)]
     task_list, val, summary = make_tasks(tasks, "test", out_dir, dev, max_problems), {}, {}
     for meta in metas:
@@ -526,10 +527,11 @@ def main():
             tok = find_tokenizer(out_dir, meta)
             model = load_model(meta, load_weights(meta, "model.pt"), dev).eval()
             T, text = model.config.max_seq_len, meta["text"] if data_dir == "same" else data_dir
-            if tok.hash not in val:
-                val[tok.hash] = load_corpus(text, out_dir, tok, dev, eval_tokens)[1]
+            where = (tok.hash, text)
+            if where not in val:
+                val[where] = load_corpus(text, out_dir, tok, dev, 1)[1]
             t0 = time.time()
-            scores = {**key, "val_bpb": evaluate_bpb(model, val[tok.hash], tok, dev, T, max(1, 4096 // T), eval_tokens)}
+            scores = {**key, "val_bpb": evaluate_bpb(model, val[where], tok, dev, T, max(1, 4096 // T), eval_tokens)}
             scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size,
                                             max_new_tokens=max_new_tokens)
             scores["chat_core"] = round(chat_core(scores["tasks"]), 4)

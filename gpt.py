@@ -371,11 +371,12 @@ def calculator(text):
     bare = re.sub(r"'[^'\\]*'|\"[^\"\\]*\"", "", text)  # without its string literals
     if len(text) > 200 or not re.fullmatch(r"(?:[\d\s.,+\-*/%()]|\.count(?=\())*", bare):
         return None
-    if bare == text:
-        text = text.replace(",", "")  # 1,234
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # 1,234
     try:
         value = walk(ast.parse(text.strip(), mode="eval").body)
     except (ValueError, SyntaxError, ArithmeticError, TypeError, RecursionError, MemoryError):
+        return None
+    if isinstance(value, str):
         return None
     if isinstance(value, float):
         value = int(value) if value == int(value) else round(value, 10)

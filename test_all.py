@@ -123,6 +123,8 @@ def test_knobs_are_read_in_every_form(tmp_path):
         (["--depth=0.5"], "whole number"),
         (["--lr=fast"], "is a number"),
         (["--fast=maybe"], "switch"),
+        (["--depth=-1"], "negative"),
+        (["--lr=nan"], "negative"),
         (["depth"], "--name=value"),
         (["--depth"], "needs a value"),
         (["@nowhere"], "no knob file"),
@@ -320,6 +322,7 @@ def test_one_plain_text_file_is_enough(tok, tmp_path, capsys):
     assert len(train[0]) + len(val) == len(docs) and val and all(d[0] == tok.bos for d in [*train[0], *val])
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "a.txt").write_text("short")
+    (tmp_path / "one" / "b.txt").write_text("")
     with pytest.raises(SystemExit):
         tokenizer_module.load_corpus(str(tmp_path / "one"), tmp_path, tok, CPU, 1000)
     assert "two documents" in capsys.readouterr().err
@@ -383,7 +386,7 @@ def test_rows_are_the_same_for_any_number_of_ranks_and_after_a_stop(tok, split):
         blocks, n = (lambda block, epoch: text[block]), 3
 
     def take(world, steps, B=6, state=None):
-        loaders = [iter(RowLoader(blocks, n, 64, B // world, tok, d, split, state)) for d in ranks(world)]
+        loaders = [iter(RowLoader(blocks, n, 64, B // world, tok, d, split, state=state)) for d in ranks(world)]
         return [torch.cat([next(it)[0] for it in loaders]) for _ in range(steps)]
 
     straight = take(1, 12)
@@ -762,6 +765,17 @@ def test_checkpoints_are_kept_and_found(tmp_path, capsys):
         assert e.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_a_run_without_its_log_is_not_written_over(tmp_path, capsys):
+    d = tmp_path / "base" / "d4"
+    save(d, 6)
+    assert common.find_resume(d, {"depth": 4}, False) is None
+    assert (tmp_path / "base" / "d4.old1" / "step_000006").is_dir()
+    save(d, 6)
+    (d / "step_000006" / "model.pt").write_bytes(b"")
+    assert common.find_resume(d, {"depth": 4}, True) is None
+    assert (tmp_path / "base" / "d4.old2" / "step_000006").is_dir() and "no sound checkpoint" in capsys.readouterr().out
+
+
 def test_what_happens_to_an_earlier_run(tmp_path, capsys):
     d = tmp_path / "base" / "d4"
     assert common.find_resume(d, {"depth": 4}, True) is None
@@ -864,14 +878,14 @@ def hub(monkeypatch):
 
 def test_downloads_survive_a_bad_hub(hub, tmp_path):
     for trial in range(12):
-        facts = common.hub_files("org/flaky")["data/x.txt"]
+        facts = common.hub_files("org/flaky", tmp_path / str(trial))["data/x.txt"]
         path = common.hub_fetch("org/flaky", "data/x.txt", tmp_path / str(trial), facts)
         assert path.read_bytes() == FaultyHub.body and not list(path.parent.glob("*.part"))
     FaultyHub.log.clear()
     part = tmp_path / "r" / "data" / "org" / "good" / "data" / "x.txt.part"
     part.parent.mkdir(parents=True)
     part.write_bytes(FaultyHub.body[:1000])
-    common.hub_fetch("org/good", "data/x.txt", tmp_path / "r", common.hub_files("org/good")["data/x.txt"])
+    common.hub_fetch("org/good", "data/x.txt", tmp_path / "r", common.hub_files("org/good", tmp_path / "r")["data/x.txt"])
     assert FaultyHub.log == [(1000, 206)]  # only the rest was asked for
 
 
@@ -880,7 +894,7 @@ def test_an_unreachable_hub_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
         common.hub_fetch("org/good", "missing.txt", tmp_path, {"size": 5, "sha256": None})
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SystemExit):
-        common.hub_files("org/good")
+        common.hub_files("org/good", tmp_path)
     err = capsys.readouterr().err
     assert "HTTP 404" in err and "HF_ENDPOINT" in err and err.count("\n") == 2
 
@@ -1110,6 +1124,16 @@ def test_the_page_streams_an_answer(home, texts):
                 json.loads(line[6:]) for line in requests.post(url + "/chat", json=body, timeout=60).text.splitlines() if line
             ]
             assert events[-1] == {"kind": "end"}
+            for _ in range(3):  # readers who leave must not keep the others waiting
+                requests.post(url + "/chat", json={**body, "max_new_tokens": 100}, timeout=60, stream=True).close()
+            assert requests.post(url + "/chat", json=body, timeout=20).text.endswith("\n\n")
+            nan = requests.post(
+                url + "/chat",
+                data='{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+                headers={"Content-Type": "application/json"},
+                timeout=5,
+            )
+            assert nan.status_code == 422
             for bad in (
                 {},
                 {"messages": []},

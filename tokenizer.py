@@ -102,7 +102,7 @@ def find_shards(data_dir, out_dir):
         return [folder]
     local = folder.parent.is_dir() and folder.parent != Path(".")  # a folder beside it exists: a slip, not a dataset
     if regex.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data_dir) and not local:
-        shards = [(data_dir, p, f) for p, f in sorted(hub_files(data_dir).items()) if p.endswith(TEXT_SUFFIXES)]
+        shards = [(data_dir, p, f) for p, f in sorted(hub_files(data_dir, out_dir).items()) if p.endswith(TEXT_SUFFIXES)]
         if not shards:
             fail(f"hub dataset {data_dir} holds no {', '.join(TEXT_SUFFIXES)} file")
         return shards
@@ -117,7 +117,10 @@ def read_shard(shard, out_dir):
     path = hub_fetch(*shard[:2], out_dir, shard[2]) if isinstance(shard, tuple) else Path(shard)
     if path.suffix == ".parquet":
         pq = need("pyarrow.parquet", "reading parquet")
-        file = pq.ParquetFile(path)
+        try:
+            file = pq.ParquetFile(path)
+        except (ValueError, OSError) as e:  # pyarrow's errors are of these kinds
+            fail(f"{path} is not a sound parquet file ({e})")
         if "text" not in file.schema_arrow.names:
             fail(f"{path} has no column `text`, only {', '.join(file.schema_arrow.names)}")
         columns = [c for c in ("text", "source") if c in file.schema_arrow.names]
@@ -126,7 +129,7 @@ def read_shard(shard, out_dir):
                 if row["text"]:
                     yield row["text"], row.get("source") or path.stem
     elif path.suffix == ".jsonl":
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", errors="replace") as f:
             for n, line in enumerate(f, 1):
                 if not line.strip():
                     continue
@@ -136,7 +139,7 @@ def read_shard(shard, out_dir):
                     text = None
                 if not isinstance(text, str):
                     fail(f"{path} line {n} is not a JSON object with a `text`")
-                yield text, path.stem
+                yield text.encode("utf-8", "replace").decode(), path.stem  # half an emoji cannot be encoded
     else:  # plain text: cut at empty lines into documents of some length, so that one big file can be split too
         document = ""
         for paragraph in path.read_text(encoding="utf-8", errors="replace").split("\n\n"):
@@ -437,8 +440,9 @@ class RowLoader:
     to ranks in turn, so that the rows of one optimizer step are the same for any number of ranks. `state` says where to go on.
     """
 
-    def __init__(self, blocks, n_blocks, T, B, tok, dev, split, state=None):
-        self.blocks, self.n_blocks, self.T, self.B, self.tok, self.dev, self.split = blocks, n_blocks, T, B, tok, dev, split
+    def __init__(self, blocks, n_blocks, T, B, tok, dev, split, seed=0, state=None):
+        self.blocks, self.n_blocks, self.T, self.B = blocks, n_blocks, T, B
+        self.tok, self.dev, self.split, self.seed = tok, dev, split, seed
         self.state = dict(state or {"epoch": 0, "block": 0, "row": 0})
 
     def rows(self):
@@ -449,7 +453,7 @@ class RowLoader:
             empty = 0 if sequences else empty + 1
             assert empty <= self.n_blocks, "a whole epoch held no sequence"
             packed = pack_rows([len(s[0] if isinstance(s, tuple) else s) for s in sequences], self.T + 1, self.split)
-            order = np.random.default_rng([self.state["epoch"], self.state["block"]]).permutation(len(packed))
+            order = np.random.default_rng([self.seed, self.state["epoch"], self.state["block"]]).permutation(len(packed))
             while self.state["row"] < len(packed):
                 self.state["row"] += 1
                 yield packed[order[self.state["row"] - 1]], sequences
@@ -522,7 +526,8 @@ def token_cache(shard, tok, out_dir):
     if not base.with_suffix(".json").exists():
         build_token_cache(shard, tok, out_dir, base)
     index = json.loads(base.with_suffix(".json").read_text())
-    data = np.memmap(base.with_suffix(".bin"), dtype=index["dtype"], mode="r")
+    empty = not index["spans"]["train"] and not index["spans"]["val"]
+    data = np.empty(0) if empty else np.memmap(base.with_suffix(".bin"), dtype=index["dtype"], mode="r")
     return {split: [data[a:b] for a, b in spans] for split, spans in index["spans"].items()}
 
 
@@ -551,14 +556,14 @@ def build_token_cache(shard, tok, out_dir, base):
 
 def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
     """Token caches of as many shards as hold `want_tokens` training tokens. -> (blocks for RowLoader, list of val documents)"""
-    shards, caches, tokens = find_shards(data_dir, out_dir), [], 0
+    caches, tokens, t0 = [], 0, time.time()
     with dev.first_per_node():
-        t0 = time.time()
+        shards = find_shards(data_dir, out_dir)
         for shard in shards:
             caches.append(token_cache(shard, tok, out_dir))
             tokens += sum(len(d) for d in caches[-1]["train"])
-            if tokens >= want_tokens:
-                break
+            if tokens >= want_tokens and any(c["val"] for c in caches):
+                break  # the same first validation documents for every stage, however much it trains on
     val = [d for c in caches for d in c["val"]]
     train = [c["train"] for c in caches if c["train"]]
     if not val and train and len(train[0]) > 1:

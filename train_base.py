@@ -75,10 +75,15 @@ tok = find_tokenizer(out_dir, started)
 # (before DATA in this stage only: the horizon, and with it how much text is wanted, follows from the model)
 width = model_dim or 64 * depth
 head = head_dim or (64 if width <= 512 else 128)
+if started:  # what was chosen stays, also on another kind of device
+    max_seq_len, total_batch_size = started["model"]["max_seq_len"], started["batch"]
 max_seq_len = max_seq_len or dev.first_choice[0]
-if width % head or depth < 1:
-    fail(f"width {width} is not a multiple of the head dimension {head}: set --model_dim or --head_dim")
+if depth < 1 or width % head or head % 2:
+    fail(f"depth {depth}, width {width}, head dimension {head}: depth must be positive, the head dimension even, and the width "
+         "a multiple of it; set --depth, --model_dim or --head_dim")
 heads = width // head
+if n_kv_head and heads % n_kv_head:
+    fail(f"--n_kv_head={n_kv_head} does not divide the {heads} heads")
 with torch.device(dev.device):
     model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width, n_head=heads,
                           n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds, layer_lambdas=layer_lambdas))
@@ -100,8 +105,8 @@ auto(f"{num_steps} steps, {human(tokens)} tokens, {tokens / matmul_params:.1f} p
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
 train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens)
-loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev, split=True,
-                   state=started and started["loader"])
+loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev,
+                   split=True, seed=seed, state=started and started["loader"])
 batches = iter(loader)
 
 # --- OPTIMIZER -------------------------------------------------------------------------------------------------------
@@ -126,7 +131,8 @@ def lr_multiplier(step):
 def sample():
     """A few greedy continuations: what the model has picked up so far."""
     prompts = ["The import statement", "def __init__(self", "1 2 3 4 5 6"]
-    answers = complete(model, tok, [[tok.bos, *tok.encode(p)] for p in prompts], dev, temperature=0, max_new_tokens=24)
+    ids = [[tok.bos, *tok.encode(p)][: max_seq_len - 1] for p in prompts]
+    answers = complete(model, tok, ids, dev, temperature=0, max_new_tokens=24)
     for prompt, [(tokens, _)] in zip(prompts, answers):
         print0(f"   {prompt}|{tok.decode(tokens)}".replace("\n", "\\n"))
 

@@ -35,7 +35,7 @@ num_iterations = 0           # optimizer steps; 0 = one epoch
 total_batch_size = 0         # tokens per optimizer step over all devices; 0 = as the checkpoint it starts from
 device_batch_size = 0        # rows per device per forward; 0 = choose for me
 # learning
-lr_frac = 1.0                # share of base training's learning rates to begin with
+lr_frac = 1.0                # share of the learning rates of the stage it starts from
 warmup_steps = 10            # steps of linear warm-up
 warmdown_ratio = 0.5         # share of the steps in which the rates fall
 final_lr = 0.0               # where they end, as a share
@@ -64,7 +64,11 @@ auto(f"starting from {parent['path']}")
 # --- DATA ------------------------------------------------------------------------------------------------------------
 T = parent["model"]["max_seq_len"]
 train_tasks, test_tasks = make_tasks(tasks, "train", out_dir, dev), make_tasks(tasks, "test", out_dir, dev, eval_problems)
+if conversations < len(train_tasks):
+    fail(f"--conversations={conversations} is less than one for each of the {len(train_tasks)} tasks")
 mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
+if not text_share < 1:
+    fail(f"--text_share={text_share} must be less than 1")
 text = parent["text"] if data_dir == "same" else data_dir
 text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1)  # the first shard will do
 blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=True, text=text_docs[0], text_share=text_share)
@@ -85,7 +89,7 @@ auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 epoch = n_blocks * block_rows * T  # tokens
 num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / total_batch_size))
 auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / epoch:.2f} epochs")
-loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, state=started and started["loader"])
+loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, seed=seed, state=started and started["loader"])
 batches = iter(loader)
 step, metrics = begin(started, run_dir, num_steps)
 

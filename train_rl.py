@@ -18,6 +18,7 @@ from common import (Log, auto, begin, cleanup, configure, duration, fail, find_c
 
 import json
 import math
+import random
 import time
 from pathlib import Path
 
@@ -39,9 +40,9 @@ temperature = 1.0            # of the sampling; 1 is the model's own distributio
 top_k = 0                    # 0 = all tokens
 # horizon and batch
 num_iterations = 60          # optimizer steps, each on fresh rollouts
-device_batch_size = 64       # tries per device per forward and backward
+device_batch_size = 0        # tries per device per forward and backward; 0 = choose for me
 # learning
-lr_frac = 0.1                # share of base training's learning rates to begin with
+lr_frac = 0.1                # share of the learning rates of the stage it starts from
 warmup_steps = 3             # steps of linear warm-up
 final_lr = 0.1               # where the rates end, falling in a straight line, as a share
 # evaluation, files
@@ -67,12 +68,17 @@ tok = find_tokenizer(out_dir, parent)
 auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
+if task == "all" or "," in task:
+    fail("--task takes one task, for example arithmetic")
+if prompts_per_step < 1 or num_iterations < 1:
+    fail("--prompts_per_step and --num_iterations must be at least 1")
 if num_samples < 2:
     fail("--num_samples must be at least 2: a try is judged against the others of its group")
 [problems], [test_problems] = make_tasks(task, "train", out_dir, dev), make_tasks(task, "test", out_dir, dev, eval_problems)
 T = parent["model"]["max_seq_len"]
 room = T - max_new_tokens // 2  # for the prompt
 chosen = [i for i in range(len(problems)) if len(tok.render_for_completion(problems[i])) <= room]
+random.Random(seed).shuffle(chosen)
 if not chosen:
     fail(f"no prompt of {task} leaves room for an answer in {T} tokens: use another --task, or train with a longer --max_seq_len")
 auto(f"data {task}: {human(len(chosen))} problems ({len(problems) - len(chosen)} too long for {T} tokens left out), "
@@ -180,8 +186,8 @@ while True:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # a rank whose groups are all flat still takes part in the step
     rows, loss_sum = training_rows(groups), torch.zeros((), device=dev.device)
-    for at in range(0, len(rows), device_batch_size):
-        inputs, targets, advantages = pad(rows[at : at + device_batch_size])
+    for at in range(0, len(rows), device_batch_size or 64):
+        inputs, targets, advantages = pad(rows[at : at + (device_batch_size or 64)])
         with dev.autocast():
             nll = model(inputs, targets, reduction="none")  # (B, T) = -log p of each sampled token, 0 elsewhere
         loss = (advantages * nll).sum() / sampled
@@ -200,7 +206,7 @@ while True:
     times = (times + [dt])[-50:]
     sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + new_tokens
     metrics["tokens"] += int(new_tokens)
-    tok_per_s = new_tokens / (t1 - t0)
+    tok_per_s = new_tokens / max(t1 - t0, 1e-9)
     eta = (num_steps - step) * sorted(times)[len(times) // 2]
     if not bench:
         log.write(step, loss=loss, reward=reward, solved=solved, flat_groups=flat, truncated=truncated, length=length,
