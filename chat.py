@@ -52,7 +52,7 @@ class Chat:
 
     def fit(self, messages, new_tokens):
         """The prompt's ids, with the oldest turns left out until it and the answer fit the context. -> (ids, turns left out)"""
-        limit, dropped = self.model.config.max_seq_len - min(new_tokens, self.model.config.max_seq_len // 2), 0
+        limit, dropped = self.model.config.max_seq_len - min(new_tokens, self.model.config.max_seq_len // 4), 0
         while len(ids := self.tok.render_for_completion({"messages": messages})) > limit:
             if len(messages) == 1:
                 return None, dropped

@@ -182,7 +182,9 @@ class GPT(nn.Module):
         groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay),
                   "embed": dict(kind="adamw", lr=embed_lr),
                   "head": dict(kind="adamw", lr=head_lr),
-                  "scalar": dict(kind="adamw", lr=scalar_lr, betas=(0.9, 0.95))}
+                  # At the first step the gradient of a scale in front of a norm is zero but for rounding. With AdamW's usual
+                  # tiny eps that noise would become a full-size step, another one on every machine and number of ranks.
+                  "scalar": dict(kind="adamw", lr=scalar_lr, betas=(0.9, 0.95), eps=1e-5)}
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 key = "scalar"
