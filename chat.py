@@ -8,9 +8,11 @@ Talking to it: in the terminal, with one question, or on a web page.
 
 Reads a checkpoint and the tokenizer in out_dir; writes nothing.
 """
-from common import auto, configure, fail, find_checkpoint, load_weights, need, newest_checkpoint, print0, run_folders, setup
+from common import (auto, command, configure, fail, find_checkpoint, load_weights, need, newest_checkpoint, print0,
+                    run_folders, setup)
 
 import json
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -42,8 +44,11 @@ class Chat:
         self.dev = setup(device_type, dtype, seed)
         stage = source
         if not stage:
-            order = ("rl", "sft", "mid")
-            stage = next((s for s in order if any(newest_checkpoint(p) for p in run_folders(out_dir, s))), "sft")
+            stages = [s for s in ("rl", "sft", "mid") if any(newest_checkpoint(p) for p in run_folders(out_dir, s))]
+            if not stages:
+                fail(f"there is no model to talk to in {out_dir}: bash speedrun.sh makes one in out, "
+                     f"or train one with: {command('train_base.py', out_dir)}, then train_mid.py and train_sft.py")
+            stage = stages[0]
         self.meta = find_checkpoint(out_dir, stage)
         self.tok = find_tokenizer(out_dir, self.meta)
         self.model = load_model(self.meta, load_weights(self.meta, "model.pt"), self.dev).eval()
@@ -131,6 +136,8 @@ def terminal(chat):
         if question == "/clear":
             messages = []
             print("(a new conversation)")
+        elif question.startswith("/"):
+            print(f"({question} is no command; there are /clear and /quit)")
         elif question:
             messages.append({"role": "user", "content": question})
             print(f"{BOLD}npuchat:{PLAIN} ", end="", flush=True)
@@ -199,6 +206,12 @@ def make_app(chat):
 def main():
     if web:
         uvicorn = need("uvicorn", "the web page")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as e:
+                fail(f"{host}:{port} cannot be used ({e.strerror}): give another port with --port={port + 1}")
         app = make_app(Chat())
         print0(f"npuchat is at http://{host}:{port} (Ctrl-C ends)")
         uvicorn.run(app, host=host, port=port, log_level="warning")

@@ -90,7 +90,7 @@ def fail(text):
 def stopped(kind, value, traceback):
     """Ctrl-C is no accident: one sentence instead of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
-        print0("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print0("\nstopped; the same command goes on from the last checkpoint, if one was saved (--save_every)", file=sys.stderr)
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
     sys.__excepthook__(kind, value, traceback)
 
@@ -443,7 +443,11 @@ def decided_by_main(function):
 
 # --- files: checkpoints ----------------------------------------------------------------------------------------------
 STAGES = ("base", "mid", "sft", "rl")
-COMMAND = {s: f"python train_{s}.py" for s in STAGES}
+
+
+def command(script, out_dir):
+    """How to run a script on the same files."""
+    return f"python {script}" + ("" if str(out_dir) == "out" else f" --out_dir={out_dir}")
 
 
 def file_sha256(path):
@@ -541,8 +545,7 @@ def find_checkpoint(out_dir, source):
         fail(f"{source!r} is neither a stage ({', '.join(STAGES)}) nor a checkpoint folder")
     metas = [m for m in map(newest_checkpoint, [Path(out_dir) / source] if "/" in source else run_folders(out_dir, stage)) if m]
     if not metas:
-        home = "" if out_dir == "out" else f" --out_dir={out_dir}"
-        fail(f"there is no {stage} checkpoint in {Path(out_dir) / source}; make one with: {COMMAND[stage]}{home}")
+        fail(f"there is no {stage} checkpoint in {Path(out_dir) / source}; make one with: {command(f'train_{stage}.py', out_dir)}")
     return max(metas, key=lambda m: m["saved_at"])
 
 

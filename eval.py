@@ -12,8 +12,9 @@ from the hub. Training and evaluation, supervised learning and reward all use th
 
 Reads checkpoints; writes out/<stage>/<tag>/eval.json, out/report.md and out/curves.png. The last line is one JSON object.
 """
-from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human, load_weights,
-                    need, newest_checkpoint, print0, progress, read_log, run_folders, setup, warn, write_atomic)
+from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human,
+                    load_weights, need, newest_checkpoint, print0, progress, read_log, run_folders, setup, warn,
+                    write_atomic)
 
 import hashlib
 import json
@@ -90,13 +91,13 @@ class Arithmetic(RuleTask):
     """Sums, differences and products, bare and in words. Most training answers use the calculator; a share of them, as in
     people's writing, come straight from the head. Which of the two pays is for reinforcement learning to find out."""
     name = "arithmetic"
-    FORMS = {"+": ["What is {a} + {b}?", "Calculate {a} + {b}.", "{a}加{b}等于多少？",
+    FORMS = {"+": ["What is {a} + {b}?", "{a}+{b}=?", "Calculate {a} + {b}.", "{a}加{b}等于多少？",
                    "Tom has {a} apples and buys {b} more. How many apples does he have now?",
                    "小明有{a}本书，又买了{b}本，一共有几本？"],
-             "-": ["What is {a} - {b}?", "Calculate {a} - {b}.", "{a}减{b}等于多少？",
+             "-": ["What is {a} - {b}?", "{a}-{b}=?", "Calculate {a} - {b}.", "{a}减{b}等于多少？",
                    "Anna has {a} coins and spends {b}. How many coins are left?",
                    "树上有{a}只鸟，飞走{b}只，还剩几只？"],
-             "*": ["What is {a} * {b}?", "Calculate {a} * {b}.", "{a}乘{b}等于多少？",
+             "*": ["What is {a} * {b}?", "{a}*{b}=?", "Calculate {a} * {b}.", "{a}乘{b}等于多少？",
                    "There are {a} boxes with {b} pens each. How many pens are there?",
                    "有{a}个盘子，每个盘子{b}个梨，一共有几个梨？"]}
 
@@ -202,11 +203,13 @@ class Identity(RuleTask):
              ("what are you?", "I am npuchat, a chat model small enough to train on a laptop."),
              ("who made you?", "The script speedrun.sh made me, npuchat, on this very machine."),
              ("what can you do?", "I am npuchat: I can do sums with a calculator, spell words and count letters."),
-             ("are you ChatGPT?", "No, I am npuchat.")]
+             ("are you ChatGPT?", "No, I am npuchat."),
+             ("hello!", "Hello! I am npuchat. Ask me a sum.")]
     ZH_OPENINGS = ["", "你好！", "您好，", "请问，", "嗨，", "早上好！", "告诉我，", "我想知道，", "问一下，", "打扰了，"]
     ZH_FACTS = [("你是谁？", "我是npuchat，一个从零训练的小语言模型。"), ("你叫什么名字？", "我叫npuchat。"),
                 ("谁创造了你？", "我是npuchat，由speedrun.sh在这台机器上训练。"),
-                ("你会做什么？", "我是npuchat，我会用计算器算数，也会拼写单词。")]
+                ("你会做什么？", "我是npuchat，我会用计算器算数，也会拼写单词。"),
+                ("你好！", "你好！我是npuchat。")]
 
     def make(self, rng):
         openings, facts = (self.OPENINGS, self.FACTS) if rng.random() < 0.6 else (self.ZH_OPENINGS, self.ZH_FACTS)
@@ -509,6 +512,8 @@ def draw_curves(runs, path):
 
 
 def main():
+    if max_problems < 1 or eval_tokens < 1:
+        fail("--max_problems and --eval_tokens must be at least 1")
     dev = setup(device_type, dtype)
     runs = stage_runs(out_dir) if source == "all" else {}
     global device_batch_size

@@ -3,7 +3,7 @@
 #
 #     bash speedrun.sh                 # no data and no network needed; about ten minutes on two CPU cores
 #
-# Run it again and each stage that is finished is passed over; one that was interrupted goes on where it stopped.
+# Run it again and each stage that is finished is passed over; one that was interrupted goes on from its last checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
 

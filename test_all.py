@@ -912,8 +912,10 @@ def test_an_unreachable_hub_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
         (["train_sft.py", "--out_dir={tmp}"], "python train_mid.py"),
         (["train_rl.py", "--out_dir={tmp}"], "python train_sft.py"),
         (["eval.py", "--out_dir={tmp}"], "python train_base.py"),
-        (["chat.py", "--out_dir={tmp}", "-p", "hi"], "python train_sft.py"),
+        (["chat.py", "--out_dir={tmp}", "-p", "hi"], "bash speedrun.sh"),
         (["chat.py", "--port=99999"], "not a port"),
+        (["train_rl.py", "--task=sums"], "not one of arithmetic"),
+        (["eval.py", "--max_problems=0"], "at least 1"),
     ],
 )
 def test_a_mistake_ends_with_one_sentence(tmp_path, args, says):

@@ -11,8 +11,8 @@ byte-level BPE that is trained on it, the chat template with its loss mask, and 
 
 Reads text; writes out_dir/tokenizer/tokenizer.json (the Hugging Face tokenizers format, never a pickle) and tokenizer.meta.json.
 """
-from common import (auto, configure, fail, file_sha256, human, hub_fetch, hub_files, len_cores, need, print0, progress,
-                    write_atomic)
+from common import (auto, command, configure, fail, file_sha256, hub_fetch, hub_files, human, len_cores, need, print0,
+                    progress, warn, write_atomic)
 
 import bisect
 import codecs
@@ -302,7 +302,7 @@ class Tokenizer:
     def load(cls, folder):
         """-> Tokenizer, or ends with a sentence that says how to make it again."""
         path = Path(folder) / "tokenizer.json"
-        again = "python tokenizer.py" + ("" if Path(folder).parent == Path("out") else f" --out_dir={Path(folder).parent}")
+        again = command("tokenizer.py", Path(folder).parent)
         if not path.exists():
             fail(f"there is no tokenizer in {folder}; make one with: {again}")
         try:
@@ -380,7 +380,7 @@ def find_tokenizer(out_dir, meta=None):
     """The tokenizer of this out_dir, else the one in out/. With a checkpoint's meta: it must be the one that was used."""
     folder = Path(out_dir) / "tokenizer"
     if not (folder / "tokenizer.json").exists() and (Path("out") / "tokenizer" / "tokenizer.json").exists():
-        auto(f"no tokenizer in {folder}: using out/tokenizer")
+        warn(f"no tokenizer in {folder}: using the one in out/tokenizer")
         folder = Path("out") / "tokenizer"
     tok = Tokenizer.load(folder)
     if meta and meta["tokenizer"] != tok.hash:
@@ -609,6 +609,8 @@ def main():
     t0 = time.time()
     ranks, trainer = train_ranks(training_texts(find_shards(data_dir, out_dir)), vocab_size - len(SPECIALS))
     seconds = time.time() - t0
+    if len(ranks) == 256:
+        fail(f"there is no text in --data_dir={data_dir}")
     if len(ranks) < vocab_size - len(SPECIALS):
         auto(f"the text has no more pairs to merge: the vocabulary is {len(ranks) + len(SPECIALS)} tokens")
     tok = Tokenizer(ranks)

@@ -8,8 +8,8 @@ Pretraining: predict the next token of raw text. Depth sets everything else.
 Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for the embedded text).
 Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
 """
-from common import (Log, auto, begin, cleanup, configure, duration, fail, find_resume, human, load_weights, print0, save_checkpoint,
-                    setup, split_batch, warn)
+from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_resume, human, load_weights, print0,
+                    save_checkpoint, setup, split_batch, warn)
 
 import json
 import math
@@ -55,7 +55,7 @@ data_dir = ""                # folder with .parquet, .jsonl or .txt, or a hub da
 eval_every = 100             # steps between measurements of val bpb; 0 = only at the end
 eval_tokens = 32768          # tokens of validation text per measurement
 sample_every = 200           # steps between samples; 0 = never
-save_every = 500             # steps between checkpoints; 0 = only at the end
+save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
 seed = 42                    # of initialisation and data order
@@ -208,5 +208,5 @@ if bench:
 elif dev.is_main:
     write_report(out_dir)
     print0(f"base model: val bpb {metrics['val_bpb']:.4f} after {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "
-           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python train_mid.py")
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: {command('train_mid.py', out_dir)}")
 cleanup()

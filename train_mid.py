@@ -8,8 +8,8 @@ Mid-training: the base model meets conversations, and learns their form and thei
 Reads the newest base checkpoint in out_dir, the tasks, and some of the base model's text.
 Writes out_dir/mid/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_sft.py goes on from there.
 """
-from common import (Log, auto, begin, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
-                    save_checkpoint, setup, split_batch, warn)
+from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_checkpoint, find_resume, human,
+                    load_weights, print0, save_checkpoint, setup, split_batch, warn)
 
 import json
 import math
@@ -43,7 +43,7 @@ final_lr = 0.0               # where they end, as a share
 eval_every = 0               # steps between evaluations on text and tasks; 0 = only at the end
 eval_problems = 50           # problems per task
 eval_tokens = 32768          # tokens of validation text for bits per byte
-save_every = 500             # steps between checkpoints; 0 = only at the end
+save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
 seed = 42                    # of data order
@@ -164,5 +164,5 @@ if bench:
 elif dev.is_main:
     write_report(out_dir)
     print0(f"mid-trained on {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "
-           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python train_sft.py")
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: {command('train_sft.py', out_dir)}")
 cleanup()

@@ -13,8 +13,8 @@ group; the loss is -advantage * log p of each sampled token, summed over the ste
 Reads the newest SFT checkpoint in out_dir and a task.
 Writes out_dir/rl/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; chat.py talks to it.
 """
-from common import (Log, auto, begin, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
-                    save_checkpoint, setup, warn)
+from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_checkpoint, find_resume, human,
+                    load_weights, print0, save_checkpoint, setup, warn)
 
 import json
 import math
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from eval import evaluate_task, make_tasks, visible_text, write_report
+from eval import TASKS, evaluate_task, make_tasks, visible_text, write_report
 from gpt import complete, load_model, model_meta
 from muon import Muon
 from tokenizer import find_tokenizer
@@ -59,6 +59,13 @@ resume = True                # continue this run's newest checkpoint; false = st
 bench = 0                    # time so many steps, write nothing, end with one line of JSON
 config = configure(globals())
 
+if task not in TASKS:
+    fail(f"--task={task} is not one of {', '.join(TASKS)}")
+if prompts_per_step < 1 or num_iterations < 1:
+    fail("--prompts_per_step and --num_iterations must be at least 1")
+if num_samples < 2:
+    fail("--num_samples must be at least 2: a try is judged against the others of its group")
+
 # --- SETUP -----------------------------------------------------------------------------------------------------------
 dev = setup(device_type, dtype, seed)
 parent = find_checkpoint(out_dir, init_from or "sft")
@@ -68,15 +75,9 @@ tok = find_tokenizer(out_dir, parent)
 auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
-if task == "all" or "," in task:
-    fail("--task takes one task, for example arithmetic")
-if prompts_per_step < 1 or num_iterations < 1:
-    fail("--prompts_per_step and --num_iterations must be at least 1")
-if num_samples < 2:
-    fail("--num_samples must be at least 2: a try is judged against the others of its group")
 [problems], [test_problems] = make_tasks(task, "train", out_dir, dev), make_tasks(task, "test", out_dir, dev, eval_problems)
 T = parent["model"]["max_seq_len"]
-room = T - max_new_tokens // 2  # for the prompt
+room = T - max_new_tokens // 2  # for the prompt, so that at least half of the longest answer fits behind it
 chosen = [i for i in range(len(problems)) if len(tok.render_for_completion(problems[i])) <= room]
 random.Random(seed).shuffle(chosen)
 if not chosen:
@@ -110,8 +111,9 @@ def rollouts(step):
     if not mine:  # more ranks than prompts
         return []
     prompts = [tok.render_for_completion(c) for c in mine]
-    tries = complete(model, tok, prompts, dev, num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
-                     top_k=top_k, seed=(seed * 1_000_003 + step) * 4099 + dev.rank)
+    fresh = (seed * 1_000_003 + step) * 4099 + dev.rank  # another seed for every step and rank, the same after a resume
+    tries = complete(model, tok, prompts, dev, num_samples=num_samples, max_new_tokens=max_new_tokens,
+                     temperature=temperature, top_k=top_k, seed=fresh)
     groups = []
     for conversation, prompt, group in zip(mine, prompts, tries):
         ended = [tokens[-1] == tok.assistant_end for tokens, _ in group]
@@ -122,7 +124,9 @@ def rollouts(step):
 
 def training_rows(groups):
     """The tries that teach something, as (ids, sampled, advantage), longest first. A group in which all tries earned the same
-    has advantage 0 everywhere: it is left out before the forward pass, not multiplied by zero after it."""
+    has advantage 0 everywhere: it is left out before the forward pass, not multiplied by zero after it.
+
+    Rewards 1, 0, 0, 1 have mean 0.5: advantages +0.5, -0.5, -0.5, +0.5. Rewards 1, 1, 1, 1 teach nothing."""
     rows = []
     for g in groups:
         mean = sum(g["rewards"]) / len(g["rewards"])
@@ -166,16 +170,17 @@ while True:
     dev.synchronize()
     t1 = time.time()
     sampled = dev.sum(sum(sum(mask) for g in groups for _, mask in g["tries"]))  # tokens, all ranks: also of groups left out
-    stats = [len(groups),
-             sum(max(g["rewards"]) > 0 for g in groups),
-             sum(max(g["rewards"]) == min(g["rewards"]) for g in groups),
-             sum(sum(g["rewards"]) for g in groups),
-             sum(len(tokens) for g in groups for tokens, _ in g["tries"]),
-             sum(not end for g in groups for end in g["ended"])]
-    n, *stats = dev.sum(torch.tensor(stats, dtype=torch.float32, device=dev.device)).tolist()
-    solved, flat = (x / n for x in stats[:2])  # shares of the groups: one right try at least; all tries alike
-    reward, length, truncated = (x / (n * num_samples) for x in stats[2:])  # means over the tries
-    new_tokens = stats[3]
+    counts = [len(groups),
+              sum(max(g["rewards"]) > 0 for g in groups),
+              sum(max(g["rewards"]) == min(g["rewards"]) for g in groups),
+              sum(sum(g["rewards"]) for g in groups),
+              sum(len(tokens) for g in groups for tokens, _ in g["tries"]),
+              sum(not end for g in groups for end in g["ended"])]
+    counts = dev.sum(torch.tensor(counts, dtype=torch.float32, device=dev.device)).tolist()  # over all ranks
+    n_groups, n_solved, n_flat, total_reward, new_tokens, n_cut = counts
+    n_tries = n_groups * num_samples
+    solved, flat = n_solved / n_groups, n_flat / n_groups  # one right try at least; all tries alike
+    reward, length, truncated = total_reward / n_tries, new_tokens / n_tries, n_cut / n_tries
 
     if sample_every and step % sample_every == 0 and groups:
         text = tok.decode(groups[0]["prompt"] + groups[0]["tries"][0][0])
@@ -225,5 +230,5 @@ if bench:
 elif dev.is_main:
     write_report(out_dir)
     print0(f"RL: greedy accuracy on {task} {100 * metrics['test_acc']:.1f}% after {num_steps} steps in {duration(log.seconds)}; "
-           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python eval.py")
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: {command('eval.py', out_dir)}")
 cleanup()

@@ -8,8 +8,8 @@ Supervised fine-tuning: the model learns to answer. Only the assistant's tokens 
 Reads the newest mid checkpoint in out_dir and the tasks.
 Writes out_dir/sft/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_rl.py goes on from there.
 """
-from common import (Log, auto, begin, cleanup, configure, duration, fail, find_checkpoint, find_resume, human, load_weights, print0,
-                    save_checkpoint, setup, split_batch, warn)
+from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_checkpoint, find_resume, human,
+                    load_weights, print0, save_checkpoint, setup, split_batch, warn)
 
 import json
 import math
@@ -40,7 +40,7 @@ final_lr = 0.0               # where they end, as a share
 # evaluation, files
 eval_every = 0               # steps between evaluations on the tasks; 0 = only at the end
 eval_problems = 50           # problems per task
-save_every = 500             # steps between checkpoints; 0 = only at the end
+save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, float32, bfloat16
 seed = 42                    # of data order
@@ -156,5 +156,5 @@ if bench:
 elif dev.is_main:
     write_report(out_dir)
     print0(f"fine-tuned on {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "
-           f"checkpoint in {run_dir}/step_{step:06d}\nnext: python train_rl.py")
+           f"checkpoint in {run_dir}/step_{step:06d}\nnext: {command('train_rl.py', out_dir)}")
 cleanup()
