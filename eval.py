@@ -38,7 +38,7 @@ max_problems = 200       # problems per task
 max_new_tokens = 64      # tokens per generated answer (gsm8k: 4 times as many)
 eval_tokens = 32768      # tokens of validation text for bits per byte
 data_dir = "same"        # text for bits per byte: "same" = what the base model was trained on
-device_batch_size = 64   # problems side by side
+device_batch_size = 0    # problems side by side; 0 = choose for me
 device_type = "auto"     # auto, npu, cuda, mps, cpu
 dtype = "auto"           # auto, float32, bfloat16
 out_dir = "out"          # where checkpoints and the report are
@@ -516,8 +516,6 @@ def main():
         fail("--max_problems and --eval_tokens must be at least 1")
     dev = setup(device_type, dtype)
     runs = stage_runs(out_dir) if source == "all" else {}
-    global device_batch_size
-    device_batch_size = device_batch_size or 64
     metas = [m for _, m in runs.values()] or [find_checkpoint(out_dir, "base" if source == "all" else source)]
     task_list, val, summary = make_tasks(tasks, "test", out_dir, dev, max_problems), {}, {}
     for meta in metas:
@@ -537,7 +535,7 @@ def main():
                 val[where] = load_corpus(text, out_dir, tok, dev, 1)[1]
             t0 = time.time()
             scores = {**key, "val_bpb": evaluate_bpb(model, val[where], tok, dev, T, max(1, 4096 // T), eval_tokens)}
-            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size,
+            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size or 64,
                                             max_new_tokens=max_new_tokens)
             scores["chat_core"] = round(chat_core(scores["tasks"]), 4)
             scores["seconds"] = round(time.time() - t0, 1)

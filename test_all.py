@@ -1045,29 +1045,9 @@ def test_every_stage_runs_on_two_ranks_and_in_bf16(home, texts):
         nproc=2,
     ).out
     assert "greedy accuracy" in out and len(losses(home, "rl", "two")) == 2
-    out = run(
-        "eval.py",
-        f"--out_dir={home}",
-        "--source=rl/two",
-        "--max_problems=5",
-        "--max_new_tokens=4",
-        "--eval_tokens=1024",
-        "--device_type=cpu",
-        nproc=2,
-    ).stdout
-    two = json.loads(out.splitlines()[-1])
-    one = json.loads(
-        run(
-            "eval.py",
-            f"--out_dir={home}",
-            "--source=rl/two",
-            "--max_problems=5",
-            "--max_new_tokens=4",
-            "--eval_tokens=1024",
-            "--resume=0",
-            "--device_type=cpu",
-        ).stdout.splitlines()[-1]
-    )
+    small = ["--max_problems=5", "--max_new_tokens=4", "--eval_tokens=1024", "--resume=0", "--device_type=cpu"]
+    outs = [run("eval.py", f"--out_dir={home}", "--source=rl/two", *small, nproc=n).stdout for n in (1, 2)]
+    one, two = (json.loads(out.splitlines()[-1]) for out in outs)
     assert one == two
 
 

@@ -493,9 +493,9 @@ def render_blocks(conversations, tok, capacity, every_token, text=(), text_share
             document = text[rng.integers(len(text))]
             start = rng.integers(max(1, len(document) - capacity // 2))
             piece = np.concatenate([[tok.bos], document[max(1, start) : start + capacity]])[:capacity].astype(np.int64)
-            if len(piece) > 1:
+            wanted -= len(piece)
+            if len(piece) > 1:  # an empty document is only its <|bos|>
                 out.append((piece, np.ones(len(piece), dtype=bool)))
-                wanted -= len(piece)
         return out
 
     return blocks, -(-len(conversations) // size)
