@@ -106,10 +106,10 @@ def need(module, why):
         fail(f"{why} needs {module}: pip install {module}")
 
 
-def progress(iterable=None, total=None, desc="", unit="it"):
+def progress(iterable=None, total=None, desc="", unit="it", initial=0):
     """A tqdm bar on rank 0 for what takes over two seconds, silent on the other ranks."""
     return tqdm(iterable, total=total, desc=desc, unit=unit, unit_scale=total is not None and total > 10**5, disable=RANK != 0,
-                delay=2, leave=False, mininterval=0.5 if sys.stderr.isatty() else 10)
+                initial=initial, delay=2, leave=False, mininterval=0.5 if sys.stderr.isatty() else 10)
 
 
 # --- knobs -----------------------------------------------------------------------------------------------------------
@@ -459,6 +459,13 @@ def write_atomic(path, data):
     os.replace(tmp, path)
 
 
+def put_aside(path):
+    """Rename what is at `path` to the first free path.old<N>, so that nothing is written over. -> the new path"""
+    aside = next(p for n in range(1, 10**6) if not (p := Path(path).with_name(f"{Path(path).name}.old{n}")).exists())
+    os.replace(path, aside)
+    return aside
+
+
 def seal(meta):
     """The checksum of meta.json's own content, kept inside it."""
     rest = {k: v for k, v in meta.items() if k != "seal"}
@@ -570,9 +577,7 @@ def find_resume(run_dir, config, resume, parent=""):
     if meta and not reason:
         return meta
     if run_dir.is_dir() and step_folders(run_dir):  # sound or damaged: nothing is written over it
-        aside = next(p for n in range(1, 10**6) if not (p := run_dir.with_name(f"{run_dir.name}.old{n}")).exists())
-        os.replace(run_dir, aside)
-        auto(f"{reason or 'no sound checkpoint in it'}: starting {run_dir} over, the old run is kept in {aside}")
+        auto(f"{reason or 'no sound checkpoint in it'}: starting {run_dir} over, the old run is kept in {put_aside(run_dir)}")
     return None
 
 

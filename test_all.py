@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ import tokenizer as tokenizer_module
 from common import Device, parse_knob
 from gpt import GPT, GPTConfig, KVCache, calculator, complete, sample_tokens
 from muon import Muon, orthogonalize
-from tokenizer import RowLoader, Tokenizer, fill_row, pack_rows, render_blocks, train_bpe
+from tokenizer import PATTERNS, RowLoader, Tokenizer, conversation_blocks, fill_row, pack_rows, ranks_of, splitter, train_bpe
 
 HERE = Path(__file__).resolve().parent
 SHARED = HERE.parent / "shared" / "data"  # real text; tests that want it are skipped where it is not
@@ -69,14 +70,14 @@ def run(*args, check=True, env=None, timeout=300, nproc=1):
 def tok(tmp_path_factory):
     """A small tokenizer, trained by our own trainer on two of our sources, saved and loaded again."""
     text = (HERE / "gpt.py").read_text(encoding="utf-8") + (HERE / "eval.py").read_text(encoding="utf-8")
-    counts = tokenizer_module.Counter(tokenizer_module.regex.findall(tokenizer_module.PATTERN, text))
-    merges = train_bpe({w.encode(): n for w, n in counts.items()}, 400)
-    pieces = [bytes([b]) for b in range(256)]
-    for a, b in merges:
-        pieces.append(pieces[a] + pieces[b])
     folder = tmp_path_factory.mktemp("tok")
-    Tokenizer({p: i for i, p in enumerate(pieces)}).save(folder, {})
+    Tokenizer(our_ranks([text], 656)).save(folder, {})
     return Tokenizer.load(folder)
+
+
+def our_ranks(texts, vocab, pattern="gpt4"):
+    """{bytes: id} of `vocab` tokens from our trainer."""
+    return ranks_of(train_bpe(tokenizer_module.count_batch(texts, PATTERNS[pattern]), vocab - 256))
 
 
 def tiny(vocab=300, **kw):
@@ -156,34 +157,157 @@ TEXTS = [
 ]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("rustbpe"), reason="rustbpe is not installed: pip install rustbpe")
-@pytest.mark.parametrize("vocab", [270, 400, 1500])
-def test_our_trainer_gives_rustbpes_merges(vocab):
+def needs(module):
+    return pytest.mark.skipif(not importlib.util.find_spec(module), reason=f"{module} is not installed: pip install {module}")
+
+
+def shared_texts(name, limit):
+    """Documents of the real text beside a checkout, at most `limit` characters."""
+    import pyarrow.parquet as pq
+
+    files = sorted((SHARED / "hub/datasets/npuchat" / name).glob("*.parquet"))
+    if not files:
+        pytest.skip(f"no real text in {SHARED.name}")
+    texts = [t for f in files for t in pq.read_table(f, columns=["text"])["text"].to_pylist()]
+    sizes = np.cumsum([len(t) for t in texts])
+    return texts[: int(np.searchsorted(sizes, limit)) + 1]
+
+
+def bpe_by_the_book(texts, n_merges, pattern):
+    """The algorithm as it is defined, word by word: count all pairs, merge the most frequent, again."""
+    words = {}
+    for text in texts:
+        for w in splitter(pattern)(text):
+            words[w] = words.get(w, 0) + 1
+    words, merges = [(list(w.encode()), n) for w, n in words.items()], []
+    for new in range(256, 256 + n_merges):
+        pairs = {}
+        for w, n in words:
+            for pair in zip(w, w[1:]):
+                pairs[pair] = pairs.get(pair, 0) + n
+        if not pairs:
+            break
+        best = min(pairs, key=lambda p: (-pairs[p], p))
+        merges.append(best)
+        for w, _ in words:
+            i = 0
+            while i < len(w) - 1:
+                if (w[i], w[i + 1]) == best:
+                    w[i : i + 2] = [new]
+                i += 1
+    return merges
+
+
+def rust_ranks(texts, vocab, pattern="gpt4"):
     import rustbpe
 
-    rng = random.Random(0)
-    texts = TEXTS + [
-        "".join(rng.choice("ab ") for _ in range(2000)),
-        (HERE / "common.py").read_text(encoding="utf-8"),
-    ]  # many ties
     rust = rustbpe.Tokenizer()
-    rust.train_from_iterator(iter(texts), vocab, pattern=tokenizer_module.PATTERN)
-    counts = tokenizer_module.Counter(w for t in texts for w in tokenizer_module.regex.findall(tokenizer_module.PATTERN, t))
-    pieces = [bytes([b]) for b in range(256)]
-    for a, b in train_bpe({w.encode(): n for w, n in counts.items()}, vocab - 256):
-        pieces.append(pieces[a] + pieces[b])
-    assert pieces == [bytes(p) for p, _ in sorted(rust.get_mergeable_ranks(), key=lambda x: x[1])]
+    rust.train_from_iterator(iter(texts), vocab, pattern=PATTERNS[pattern])
+    return {bytes(p): i for p, i in rust.get_mergeable_ranks()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts=st.lists(st.text(alphabet="aab b的了1\n.", max_size=60), max_size=8), n=st.integers(0, 60))
+def test_the_trainer_does_what_the_definition_says(texts, n):
+    for pattern in PATTERNS.values():
+        assert train_bpe(tokenizer_module.count_batch(texts, pattern), n) == bpe_by_the_book(texts, n, pattern)
+
+
+@needs("rustbpe")
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(alphabet="aab b的了1\n.é🙂", min_size=1, max_size=80), min_size=1, max_size=8), n=st.integers(1, 80))
+def test_merges_are_rustbpes_when_many_pairs_tie(texts, n):
+    for pattern in PATTERNS:
+        assert our_ranks(texts, 256 + n, pattern) == rust_ranks(texts, 256 + n, pattern)
+
+
+@needs("rustbpe")
+@pytest.mark.parametrize("name", ["embedded", "random bytes", "dev-text-en", "dev-text-zh"])
+def test_merges_are_rustbpes_on_real_text(name):
+    if name == "embedded":
+        texts = [t for t, _ in tokenizer_module.embedded_documents()]
+    elif name == "random bytes":
+        rng = random.Random(0)
+        texts = [rng.randbytes(3000).decode(kind, "replace") for kind in ("utf-8", "latin-1", "utf-16-le") for _ in range(100)]
+    else:
+        texts = shared_texts(name, 3_000_000)
+    for vocab in (512, 4096, 32768):
+        assert our_ranks(texts, vocab) == rust_ranks(texts, vocab), vocab
+
+
+@needs("regex")
+@settings(max_examples=400, deadline=None)
+@given(text=st.text(max_size=60) | st.text(alphabet=" \t\n\r\x1c\x85\u3000'sſKx1½Ⅷ的🙂𠀀𝟙𐒠〇.\u0301", max_size=60))
+def test_words_are_those_of_the_regex_module(text):
+    import regex
+
+    text = "".join(c for c in text if unicodedata.category(c) not in ("Cn", "Cs"))  # newer Unicode tables know more letters
+    for pattern in PATTERNS.values():
+        words = splitter(pattern)(text)
+        assert words == regex.findall(pattern, text) and "".join(words) == text
+
+
+def test_the_cjk_pattern_does_not_swallow_a_clause():
+    clause = "今天天气不错我们一起去公园散步吧"
+    assert splitter(PATTERNS["gpt4"])(clause) == [clause]
+    words = splitter(PATTERNS["cjk"])(f"，{clause}GPT很好")
+    assert words[0] == "，今天天气不错我们" and "GPT" in words and all(len(w) <= 9 for w in words)
+
+
+def test_counting_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """Processes, bounded words and a stop in the middle: the counts are those of one straight pass."""
+    shards = []
+    for i in range(6):
+        shards.append(tmp_path / f"{i}.jsonl")
+        shards[-1].write_text("\n".join(json.dumps({"text": f"shard {i} line {j} " + "word " * (j % 7)}) for j in range(200)))
+    for name, value in dict(BATCH_CHARS=900, SAVE_SECONDS=0, max_chars=50_000, doc_cap=30, out_dir=str(tmp_path)).items():
+        monkeypatch.setattr(tokenizer_module, name, value)
+    texts = [t for _, t in tokenizer_module.training_texts(shards)]
+    assert max(map(len, texts)) == 30 and sum(map(len, texts)) < 50_000
+    want = tokenizer_module.count_batch(texts, PATTERNS["gpt4"])
+    state, read = tmp_path / "counting.npz", tokenizer_module.read_shard
+
+    def stops(shard, home):
+        if shard == shards[4]:
+            raise KeyboardInterrupt
+        return read(shard, home)
+
+    monkeypatch.setattr(tokenizer_module, "read_shard", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer_module.count_words(shards, state)
+    reads = []
+    monkeypatch.setattr(tokenizer_module, "read_shard", lambda s, home: reads.append(s) or read(s, home))
+    assert tokenizer_module.count_words(shards, state) == want and 1 <= len(reads) < 6
+    assert "were counted before" in capsys.readouterr().out
+    state.write_bytes(state.read_bytes()[:-200])
+    assert tokenizer_module.count_words(shards, state) == want and "damaged" in capsys.readouterr().out
+    monkeypatch.setattr(tokenizer_module, "MAX_WORDS", 60)
+    few = tokenizer_module.count_words(shards, tmp_path / "other.npz")
+    assert len(few) <= 60 and few[" word"] == want[" word"] and "forgotten" in capsys.readouterr().out
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=200))
 def test_text_survives_encoding(tok, text):
-    text = text.encode("utf-8", "replace").decode()
     ids = tok.encode(text)
-    assert tok.decode(ids) == text and all(i < tok.bos for i in ids)
-    decode = tok.stream_decoder()
-    pieces = [decode(i) for i in ids] + [decode(None)]
-    assert "".join(pieces) == text and all("�" not in p or "�" in text for p in pieces)
+    assert tok.decode(ids) == text and all(i < tok.bos for i in ids) and tok.encode_batch([text]) == [ids]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=100) | st.text(max_size=30).map(lambda t: t.encode()[1:-1]))
+def test_bytes_survive_encoding(tok, data):
+    assert tok.decode_bytes(tok.encode(data)) == data
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=40), ids=st.lists(st.integers(0, 664), max_size=40), data=st.data())
+def test_streamed_text_is_the_whole_text_for_every_split(tok, text, ids, data):
+    whole = tok.encode(text)
+    pieces = list(tok.decode_stream(whole))
+    assert "".join(pieces) == text and all("\ufffd" not in p or "\ufffd" in text for p in pieces)
+    split = list(text.encode())  # every byte a token of its own: each character is cut wherever it can be
+    assert list(tok.decode_stream(split)) == list(text)
+    assert "".join(tok.decode_stream(ids)) == tok.decode(ids)  # also of ids that are no text at all
 
 
 def test_specials_are_never_parsed_from_text(tok):
@@ -207,38 +331,86 @@ def test_specials_are_never_parsed_from_text(tok):
     )
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("tokenizers"), reason="tokenizers is not installed: pip install tokenizers")
-def test_the_file_loads_in_the_tokenizers_library(tok, tmp_path):
+@needs("tokenizers")
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+def test_the_file_loads_in_the_tokenizers_library(tok, tmp_path, pattern):
     from tokenizers import Tokenizer as HF
 
+    tok = Tokenizer(our_ranks(TEXTS + [(HERE / "chat.py").read_text(encoding="utf-8")], 500, pattern), PATTERNS[pattern])
     tok.save(tmp_path, {})
     hf = HF.from_file(str(tmp_path / "tokenizer.json"))
-    for text in [*TEXTS, (HERE / "README.md").read_text(encoding="utf-8"), "今天天气不错，我们去公园吧。\n\n 1234567"]:
+    for text in [*TEXTS, (HERE / "README.zh-CN.md").read_text(encoding="utf-8"), "今天天气不错，我们去公园吧。\n\n 1234567"]:
         assert hf.encode(text, add_special_tokens=False).ids == tok.encode(text)
+        assert hf.decode(tok.encode(text)) == text
     assert hf.token_to_id("<|bos|>") == tok.bos
+
+
+@needs("transformers")
+def test_transformers_renders_conversations_to_the_same_ids(tok, tmp_path):
+    from transformers import AutoTokenizer
+
+    tok.save(tmp_path, {})
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    made = [t(split, 30) for t in evaluation.RULE_TASKS.values() for split in ("train", "test")]
+    for c in [CONVERSATION, *conversations(20), *(task[i] for task in made for i in range(30))]:
+        ids, mask = tok.render_conversation(c)
+        theirs = hf.apply_chat_template(c["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        assert theirs["input_ids"] == ids and theirs["assistant_masks"] == mask
+        prompt = hf.apply_chat_template(c["messages"][:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert prompt == tok.render_for_completion(c)
 
 
 def test_a_damaged_tokenizer_is_refused(tok, tmp_path, capsys):
     rng = random.Random(1)
-    tok.save(tmp_path, {})
-    whole, sidecar = (tmp_path / "tokenizer.json").read_bytes(), (tmp_path / "tokenizer.meta.json").read_bytes()
-    for trial in range(60):
-        (tmp_path / "tokenizer.json").write_bytes(whole)
-        (tmp_path / "tokenizer.meta.json").write_bytes(sidecar)
-        path = tmp_path / rng.choice(["tokenizer.json", "tokenizer.meta.json"])
-        data = bytearray(path.read_bytes())
-        if trial % 3 == 0:
-            data = data[: rng.randrange(len(data))]
-        elif trial % 3 == 1 and path.name == "tokenizer.json":
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    tok.save(tmp_path, {"seconds": 1.5})
+    whole = {n: (tmp_path / n).read_bytes() for n in ("tokenizer.json", "tokenizer.meta.json")}
+    for trial in range(500):
+        for name, data in whole.items():
+            (tmp_path / name).write_bytes(data)
+        name = rng.choice(list(whole))
+        data, at = bytearray(whole[name]), rng.randrange(len(whole[name]))
+        if trial % 5 == 0:
+            del data[at:]
+        elif trial % 5 == 1:
+            data[at] ^= 1 << rng.randrange(8)
+        elif trial % 5 == 2:
+            data[at : at + 100] = rng.randbytes(100)
+        elif trial % 5 == 3:
+            data[at:at] = data[: rng.randrange(1, 50)]
+        if trial % 5 == 4 or (name == "tokenizer.meta.json" and json_or_none(data) == json_or_none(whole[name])):
+            (tmp_path / name).unlink()  # (a change of white space in the sidecar is none)
         else:
-            path.unlink()
-            data = None
-        if data is not None:
-            path.write_bytes(data)
+            (tmp_path / name).write_bytes(data)
         with pytest.raises(SystemExit) as e:
             Tokenizer.load(tmp_path)
-        assert e.value.code == 2 and "python tokenizer.py" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and "python tokenizer.py" in err and err.count("\n") == 1, err
+
+
+def json_or_none(data):
+    try:
+        return json.loads(bytes(data))
+    except ValueError:
+        return None
+
+
+def test_another_tokenizer_is_kept_aside_and_found_again(tmp_path, texts):
+    """Training with other knobs must not make checkpoints useless: the old tokenizer stays, and the refusal says where."""
+    args = ("tokenizer.py", f"--data_dir={texts}", f"--out_dir={tmp_path}")
+    run(*args, "--vocab_size=400")
+    first = Tokenizer.load(tmp_path / "tokenizer").hash
+    assert "already trained" in run(*args, "--vocab_size=400").out
+    assert "tokenizer.old1" in run(*args, "--vocab_size=300").out
+    assert Tokenizer.load(tmp_path / "tokenizer.old1").hash == first != Tokenizer.load(tmp_path / "tokenizer").hash
+
+
+def test_a_checkpoint_refuses_another_tokenizer_and_says_where_its_own_is(tok, tmp_path, capsys):
+    Tokenizer(our_ranks(TEXTS, 300)).save(tmp_path / "tokenizer", {})
+    tok.save(tmp_path / "tokenizer.old1", {})
+    with pytest.raises(SystemExit):
+        tokenizer_module.find_tokenizer(tmp_path, {"tokenizer": tok.hash, "path": "some/step_1"})
+    err = capsys.readouterr().err
+    assert "some/step_1" in err and "tokenizer.old1" in err
 
 
 CONVERSATION = {
@@ -271,16 +443,79 @@ def test_rendering_and_its_mask(tok):
         ([*e("不客气。"), tok.assistant_end], 1),
     ]
     assert ids == [i for part, _ in parts for i in part] and mask == [m for part, m in parts for _ in part]
-    cut = tok.render_conversation(CONVERSATION, 10)
-    assert cut == (ids[:10], mask[:10])
+    assert tok.render_conversation(CONVERSATION, 30) == (ids[:30], mask[:30])
     prompt = tok.render_for_completion(CONVERSATION)
     assert (
         prompt == ids[: len(prompt)]
         and prompt[-1] == tok.assistant_start
         and ids[len(prompt) :] == [*e("不客气。"), tok.assistant_end]
     )
-    with pytest.raises(AssertionError, match="take turns"):
-        tok.render_conversation({"messages": [{"role": "assistant", "content": "hi"}]})
+    for messages, says in (
+        ([{"role": "assistant", "content": "hi"}], "take turns"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "image", "text": ""}]}], "type 'image'"),
+        ([{"role": "user", "content": None}], "neither text"),
+        ([{"role": "system", "content": "a"}], "followed by a user"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            tok.render_conversation({"messages": messages})
+
+
+PART = st.tuples(st.sampled_from(["text", "python", "python_output"]), st.text(max_size=12))
+TURN = st.tuples(st.text(max_size=40), st.text(max_size=12) | st.lists(PART, min_size=1, max_size=4))
+
+
+@settings(max_examples=300, deadline=None)
+@given(system=st.none() | st.text(max_size=10), turns=st.lists(TURN, min_size=1, max_size=3), limit=st.integers(1, 80))
+def test_masks_and_truncation(tok, system, turns, limit):
+    """Every token of the assistant has mask 1, everything else 0; cut to any length, something of the assistant stays."""
+    messages, want = [], [(tok.bos, 0)]
+    for i, (question, answer) in enumerate(turns):
+        parts = answer if isinstance(answer, list) else [("text", answer)]
+        content = answer if isinstance(answer, str) else [{"type": k, "text": t} for k, t in answer]
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+        question = question if i or system is None else f"{system}\n\n{question}"
+        want += [(t, 0) for t in (tok.user_start, *tok.encode(question), tok.user_end, tok.assistant_start)]
+        for kind, text in parts:
+            brackets = {"python": (tok.python_start, tok.python_end), "python_output": (tok.output_start, tok.output_end)}
+            start, end = brackets.get(kind, (None, None))
+            want += [(t, int(kind != "python_output")) for t in (start, *tok.encode(text), end) if t is not None]
+        want.append((tok.assistant_end, 1))
+    conversation = {"messages": ([] if system is None else [{"role": "system", "content": system}]) + messages}
+    assert list(zip(*tok.render_conversation(conversation))) == want
+    try:
+        ids, mask = tok.render_conversation(conversation, limit)
+    except ValueError:
+        ids, mask = [], []
+        needed = want.index((tok.assistant_start, 0)), [m for _, m in want].index(1)  # up to and with its first trained token
+        assert limit < 4 + needed[1] - needed[0], "a token of the assistant could have been kept"
+    else:
+        assert len(ids) == len(mask) <= limit and 1 in mask and ids[0] == tok.bos and mask.index(1) < len(ids)
+        assert ids[: limit // 8] == [i for i, _ in want][: limit // 8] or ids[1] == tok.user_start
+    [(batch_ids, batch_mask, lost)] = tok.render_batch([conversation], limit)
+    assert (batch_ids, batch_mask) == (ids, mask) and lost == len(want) - len(ids)
+
+
+def test_a_long_question_keeps_its_end_and_the_answer(tok):
+    question, answer = "word " * 200 + "and so?", "Yes."
+    c = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    ids, mask = tok.render_conversation(c, 50)
+    trained = [i for i, m in zip(ids, mask) if m]
+    assert len(ids) == 50 and tok.decode(trained[:-1]) == answer and trained[-1] == tok.assistant_end
+    assert ids[:2] == [tok.bos, tok.user_start] and tok.decode(ids[2:20]) in question and "and so?" in tok.decode(ids)
+    c["messages"][1]["content"] = answer * 100
+    ids, mask = tok.render_conversation(c, 50)
+    assert len(ids) == 50 and sum(mask) == 23  # half of the room
+
+
+def test_show_prints_what_is_trained_in_green(home, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps(CONVERSATION) + "\n" + json.dumps(CONVERSATION["messages"]), encoding="utf-8")
+    out = run("tokenizer.py", f"--show={tmp_path / 'c.jsonl'}", f"--out_dir={home}").stdout
+    green, grey = ("".join(re.findall(rf"\033\[{n}m(.*?)\033\[0m", out, re.S)) for n in (32, 90))
+    assert "不客气。" in green and "谢谢" in grey and "<|python_start|>2+3<|python_end|>" in green and "It is 5." not in grey
+    (tmp_path / "c.jsonl").write_text('{"messages": 3}')
+    failed = run("tokenizer.py", f"--show={tmp_path / 'c.jsonl'}", f"--out_dir={home}", check=False)
+    assert failed.returncode == 2 and "line 1" in failed.stderr and "Traceback" not in failed.stderr
+
 
 
 def test_token_bytes(tok):
@@ -378,35 +613,74 @@ def conversations(n):
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_rows_are_the_same_for_any_number_of_ranks_and_after_a_stop(tok, split):
-    blocks, n = render_blocks(conversations(100), tok, 65, every_token=True, size=40)
+def test_rows_are_the_same_for_any_number_of_ranks_and_after_a_stop(tok, tmp_path, split):
+    blocks, n, _ = conversation_blocks(conversations(100), tok, tmp_path, CPU, 65, every_token=True, size=40)
     if split:
-        rng = np.random.default_rng(0)
-        text = [[rng.integers(0, 256, size) for size in (300, 20, 90)] for _ in range(3)]
-        blocks, n = (lambda block, epoch: text[block]), 3
+        (tmp_path / "a.txt").write_text("\n\n".join(f"{i} " + "text " * (i * 37 % 400) for i in range(60)))
+        documents, _ = tokenizer_module.text_cache(tmp_path / "a.txt", tok, tmp_path)
+        blocks, n = (lambda block, epoch: documents[block::3]), 3
 
-    def take(world, steps, B=6, state=None):
+    def take(world, steps, B=24, state=None):
         loaders = [iter(RowLoader(blocks, n, 64, B // world, tok, d, split, state=state)) for d in ranks(world)]
         return [torch.cat([next(it)[0] for it in loaders]) for _ in range(steps)]
 
     straight = take(1, 12)
-    for world in (2, 3):
+    for world in (2, 3, 8):
         assert all(torch.equal(a, b) for a, b in zip(straight, take(world, 12)))
-    loader = RowLoader(blocks, n, 64, 6, tok, CPU, split)
+    loader = RowLoader(blocks, n, 64, 24, tok, CPU, split)
     it = iter(loader)
-    for _ in range(7):
+    for stop in range(1, 11):
         next(it)
-    again = take(1, 5, state=json.loads(json.dumps(loader.state)))
-    assert all(torch.equal(a, b) for a, b in zip(straight[7:], again))
+        again = take(3, 2, state=json.loads(json.dumps(loader.state)))
+        assert all(torch.equal(a, b) for a, b in zip(straight[stop : stop + 2], again))
 
 
-def test_only_the_assistant_is_scored_in_sft_and_everyone_in_mid(tok):
+def test_only_the_assistant_is_scored_in_sft_and_everyone_in_mid(tok, tmp_path):
     for every in (True, False):
-        blocks, n = render_blocks([CONVERSATION], tok, 65, every_token=every)
+        blocks, n, tokens = conversation_blocks([CONVERSATION], tok, tmp_path, CPU, 65, every_token=every)
         inputs, targets = next(iter(RowLoader(blocks, n, 64, 1, tok, CPU, split=False)))
         ids, mask = tok.render_conversation(CONVERSATION)
         want = [t if every or m else -1 for t, m in zip(ids[1:], mask[1:])]
         assert targets[0].tolist() == want + [-1] * (64 - len(want)) and inputs[0, : len(ids)].tolist() == ids
+        assert tokens == len(ids)
+
+
+def test_rows_are_full_and_little_is_cropped(tok, tmp_path, capsys):
+    many = [{"messages": [{"role": "user", "content": "x" * (i % 200)}, {"role": "assistant", "content": f"{i} " * (i * i % 70)}]}
+            for i in range(3000)]
+    blocks, _, _ = conversation_blocks(many, tok, tmp_path, CPU, 513, every_token=False)
+    _, filled, scored, cropped = tokenizer_module.describe_rows(blocks(0, 0), 513, split=False)
+    assert filled > 0.995 and 0.1 < scored < filled and cropped == 0
+    bad = [{"messages": [{"role": "user", "content": "alone"}]}, {"messages": [{"role": "tool", "content": "?"}]}]
+    long = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a b " * 400}]}]
+    blocks, _, tokens = conversation_blocks(many[:3] + bad + long, tok, tmp_path, CPU, 65, every_token=False)
+    out = capsys.readouterr().out
+    assert "2 are left out" in out and "longer than a row of 65 tokens" in out and tokens < 4 * 65
+
+
+def test_the_token_cache_is_keyed_by_text_safe_and_mended(tok, tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(f"{i} " + "text " * 1200 for i in range(40)))
+
+    def cached():
+        train, val = tokenizer_module.text_cache(path, tok, tmp_path)
+        return [tok.decode(d[1:]) for part in (train, val) for d in part]
+
+    texts = [t for t, _ in tokenizer_module.read_shard(path, tmp_path)]
+    assert sorted(cached()) == sorted(texts)
+    (folder,) = (tmp_path / "data" / "tokens").iterdir()
+    stamp = (folder / "ids.bin").stat().st_mtime_ns
+    threads = [threading.Thread(target=cached) for _ in range(4)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert (folder / "ids.bin").stat().st_mtime_ns == stamp, "it was built again"
+    (folder / "ids.bin").write_bytes(b"12")  # a copy that broke off
+    assert sorted(cached()) == sorted(texts) and "damaged" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("text", "TEXT"))
+    assert "TEXT" in cached()[0] and len(list(folder.parent.iterdir())) == 2
+    shutil.rmtree(folder.parent)
+    threads = [threading.Thread(target=cached) for _ in range(4)]  # all build at once
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert len(list(folder.parent.iterdir())) == 1 and "TEXT" in cached()[0]
 
 
 # --- model -----------------------------------------------------------------------------------------------------------

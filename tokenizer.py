@@ -1,43 +1,69 @@
 """
 How does text become tokens, and tokens become rows of a batch?
 
-Four parts, in order: where text comes from (a folder, a hub dataset, or what this Python installation carries), the
-byte-level BPE that is trained on it, the chat template with its loss mask, and the packing of token sequences into rows.
+Five parts, in order: where text comes from (a folder, a hub dataset, or what this Python installation carries), the
+byte-level BPE that is trained on it, the tokenizer and its file, the chat template with its loss mask, and the packing of
+token sequences into rows. Below them what the command line offers:
 
     python tokenizer.py                                 # train on the embedded text -> out/tokenizer/tokenizer.json
     python tokenizer.py --data_dir=my_texts             # on a folder of .parquet, .jsonl or .txt files
     python tokenizer.py --data_dir=org/name             # on a dataset of the Hugging Face hub, or of the mirror in HF_ENDPOINT
+    python tokenizer.py --eval=1 --data_dir=my_texts    # how many bytes a token of it stands for, source by source
+    python tokenizer.py --show=chats.jsonl              # conversations as the model sees them: trained tokens green, others grey
+    python tokenizer.py --bench=1 --data_dir=my_texts   # training, encoding and packing against the libraries that are installed
     python tokenizer.py --vocab_size=512 --max_chars=200000 --out_dir=/tmp/smoke      # smoke run
 
-Reads text; writes out_dir/tokenizer/tokenizer.json (the Hugging Face tokenizers format, never a pickle) and tokenizer.meta.json.
+Reads text; writes out_dir/tokenizer/: tokenizer.json (the Hugging Face tokenizers format, never a pickle), its checksum in
+tokenizer.meta.json, and tokenizer_config.json, the chat template for transformers and vLLM.
 """
 from common import (auto, command, configure, fail, file_sha256, hub_fetch, hub_files, human, len_cores, need, print0,
-                    progress, warn, write_atomic)
+                    progress, put_aside, seal, warn, write_atomic)
 
 import bisect
 import codecs
+import contextlib
 import hashlib
 import heapq
 import importlib.util
+import io
+import itertools
 import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
 import sysconfig
+import tempfile
+import threading
 import time
-from collections import Counter, defaultdict
-from functools import lru_cache
+import zipfile
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
-import regex
 import tiktoken
 import torch
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 vocab_size = 4096        # tokens, the nine specials included
-data_dir = ""            # folder with .parquet, .jsonl or .txt, or a hub dataset org/name; "" = the embedded text
+data_dir = ""            # folder with .parquet, .jsonl or .txt, or a hub dataset org/name, or several by commas; "" = embedded text
 out_dir = "out"          # the tokenizer goes to out_dir/tokenizer
 max_chars = 50_000_000   # characters to train on
 doc_cap = 20_000         # characters of one document that count
-resume = True            # false: train again even if a sound tokenizer is there
+pattern = "gpt4"         # how text is cut into words before merging: gpt4, or cjk (runs of Han characters are cut too)
+trainer = "python"       # python needs nothing; rust uses rustbpe and gives the same merges
+resume = True            # false: train again even if a sound tokenizer is there, count again what was counted
+eval = False             # instead of training: bytes per token of the tokenizer in out_dir on data_dir, beside GPT-2's vocabulary
+gpt2_dir = ""            # folder with GPT-2's encoder.json and vocab.bpe; "" = let tiktoken download them
+show = ""                # instead of training: print the conversations of this .jsonl as they are tokenised
+bench = False            # instead of training: time trainers, encoding and packing; ends with one line of JSON
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text. A corpus is a list of shards; a shard is a file (or all of the embedded text) and yields documents (text, source).
@@ -88,10 +114,14 @@ def help_topics():
 
 
 def find_shards(data_dir, out_dir):
-    """The files of a corpus, as paths (None: the embedded text). data_dir: a folder, a hub dataset's name, or "".
-    Files of the hub are returned as (repo, path, facts) and fetched when their turn comes."""
+    """The files of a corpus, as paths (None: the embedded text). data_dir: a folder, a file, a hub dataset's name, several
+    of these by commas (their files then come in turn), or "". Files of the hub are returned as (repo, path, facts) and
+    fetched when their turn comes."""
     if not data_dir:
         return [None]
+    if "," in data_dir and not Path(data_dir).exists():
+        corpora = [find_shards(d.strip(), out_dir) for d in data_dir.split(",") if d.strip()]
+        return [shard for turn in itertools.zip_longest(*corpora, fillvalue="") for shard in turn if shard != ""]
     folder = Path(data_dir)
     if folder.is_dir():
         shards = sorted(p for s in TEXT_SUFFIXES for p in folder.rglob(f"*{s}"))
@@ -101,7 +131,7 @@ def find_shards(data_dir, out_dir):
     if folder.is_file():
         return [folder]
     local = folder.parent.is_dir() and folder.parent != Path(".")  # a folder beside it exists: a slip, not a dataset
-    if regex.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data_dir) and not local:
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data_dir) and not local:
         shards = [(data_dir, p, f) for p, f in sorted(hub_files(data_dir, out_dir).items()) if p.endswith(TEXT_SUFFIXES)]
         if not shards:
             fail(f"hub dataset {data_dir} holds no {', '.join(TEXT_SUFFIXES)} file")
@@ -141,91 +171,391 @@ def read_shard(shard, out_dir):
                     fail(f"{path} line {n} is not a JSON object with a `text`")
                 yield text.encode("utf-8", "replace").decode(), path.stem  # half an emoji cannot be encoded
     else:  # plain text: cut at empty lines into documents of some length, so that one big file can be split too
-        document = ""
-        for paragraph in path.read_text(encoding="utf-8", errors="replace").split("\n\n"):
-            document += paragraph + "\n\n"
-            if len(document) > TXT_DOCUMENT:
-                yield document.rstrip("\n"), path.stem
-                document = ""
-        if document.strip():
-            yield document.rstrip("\n"), path.stem
+        with open(path, encoding="utf-8", errors="replace") as f:
+            document, size = [], 0
+            while line := f.readline(TXT_DOCUMENT):  # a piece of a line, when lines are long
+                document.append(line)
+                size += len(line)
+                if size > 20 * TXT_DOCUMENT or (size > TXT_DOCUMENT and line == "\n"):
+                    yield "".join(document).rstrip("\n"), path.stem
+                    document, size = [], 0
+            if "".join(document).strip():
+                yield "".join(document).rstrip("\n"), path.stem
+
+
+def shard_name(shard):
+    return "embedded text" if shard is None else Path(shard[1] if isinstance(shard, tuple) else shard).name
+
+
+def shard_key(shard):
+    """What tells one shard's text from another's: the hub's facts about a file, or the hash of what is in it."""
+    if isinstance(shard, tuple):
+        return json.dumps(shard)
+    return hash_texts(t for t, _ in embedded_documents()) if shard is None else file_sha256(shard)
+
+
+def hash_texts(texts):
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(text.encode("utf-8", "replace") + b"\xff")
+    return digest.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Byte-pair encoding. Training merges the most frequent pair of neighbouring tokens, again and again.
+# Words. Merges never cross a word's border, so a corpus need only be known as {word: how often it occurs}.
 # ---------------------------------------------------------------------------------------------------------------------
-# GPT-4's splitting pattern, but numbers in groups of at most two digits: better for small vocabularies.
-PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
-SPECIALS = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
-            "output_start", "output_end"]
+# GPT-4's splitting pattern, but numbers in groups of at most two digits: better for small vocabularies. A word is a run of
+# letters with the one space or sign before it; Chinese has no spaces, so there it is a whole clause.
+GPT4 = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+# The same, but Han characters are apart from other letters, at most eight of them in a word. [^\P{L}\p{Han}]: other letters.
+CJK = GPT4.replace(r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]+|[^\r\n\p{L}\p{N}]?\p{Han}{1,8}")
+PATTERNS = {"gpt4": GPT4, "cjk": CJK}
+BATCH_CHARS = 4_000_000  # characters that a process counts at a time
+MAX_WORDS = 5_000_000  # different words kept in memory; beyond that the rarest are forgotten
+SAVE_SECONDS = 5  # counting is saved after the first shard that ends so long after the last time
+
+
+def members(prop, text):
+    """The characters of `text` that have a property such as \\p{L}, by the Unicode tables of tiktoken, which does the encoding."""
+    matcher = tiktoken.Encoding(prop, pat_str=prop, mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={})
+    return matcher.decode(matcher.encode_ordinary(text))
+
+
+@lru_cache
+def class_ranges(prop):
+    """A property as ranges for a character class of the re module, among the characters of 16 bits."""
+    points = map(ord, members(prop, "".join(map(chr, [*range(0xD800), *range(0xE000, 2**16)]))))
+    runs = [[p for _, p in run] for _, run in itertools.groupby(enumerate(points), lambda i_p: i_p[1] - i_p[0])]
+    return "".join(f"\\u{run[0]:04x}-\\u{run[-1]:04x}" for run in runs)
+
+
+@cache
+def stand_in(wide):
+    """A character of 16 bits that the patterns treat like this wider one."""
+    facts = "".join(name for name, prop in (("H", r"\p{Han}"), ("L", r"\p{L}"), ("N", r"\p{N}")) if members(prop, wide))
+    return {"HL": "的", "L": "ĸ", "N": "½", "H": "⺀", "HN": "〇", "": "¤"}[facts]
+
+
+@lru_cache
+def splitter(pattern):
+    """A function from text to the list of its words.
+
+    The standard library's re is the fastest at hand, but knows no \\p{...}: it gets the classes written out. They end at 16 bits,
+    since longer ones are slow; wider characters (emoji, rare Han) are replaced by stand-ins while the borders are looked for.
+    Our patterns match the same without their possessive quantifiers, which came with Python 3.11."""
+    inside, spelled = False, ""
+    for piece in re.findall(r"\\[pP]\{\w+\}|\\.|[^\\]", pattern.replace("?+", "?").replace("++", "+")):
+        if piece in "[]":
+            inside = piece == "["
+        ranges = class_ranges(piece) if piece[:2] in (r"\p", r"\P", r"\s", r"\S") else ""
+        spelled += (ranges if inside else f"[{ranges}]") if ranges else piece
+    find, wide = re.compile(spelled).findall, re.compile("[\U00010000-\U0010ffff]")
+
+    def split(text):
+        if len(text.encode("utf-16-le", "surrogatepass")) == 2 * len(text):
+            return find(text)
+        ends = itertools.accumulate(map(len, find(wide.sub(lambda m: stand_in(m[0]), text))), initial=0)
+        return [text[a:b] for a, b in itertools.pairwise(ends)]
+    return split
+
+
+def count_batch(texts, pattern):
+    words, split = Counter(), splitter(pattern)
+    for text in texts:
+        words.update(split(text))
+    return dict(words)
+
+
+def counting_process(parent):
+    """How each counting process begins: Ctrl-C is the parent's business, and when the parent is gone it goes too."""
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class WordCounter:
+    """Counts words in as many processes as there are cores. Memory stays bounded: so many batches are under way, and so many
+    words are kept. The processes are forked where that is possible, since a fresh one would have to import torch."""
+
+    def __init__(self, pattern, words=()):
+        self.pattern, self.words, self.batch, self.chars = pattern, Counter(words), [], 0
+        self.pool, self.waiting = None, deque()
+
+    def add(self, text):
+        self.batch.append(text)
+        self.chars += len(text)
+        if self.chars >= BATCH_CHARS:
+            self.submit()
+
+    def submit(self):
+        if self.pool is None:
+            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+            self.pool = ProcessPoolExecutor(len_cores(), context, counting_process, (os.getpid(),))
+        self.waiting.append(self.pool.submit(count_batch, self.batch, self.pattern))
+        self.batch, self.chars = [], 0
+        while len(self.waiting) > len_cores() + 1:
+            self.collect()
+
+    def collect(self):
+        try:
+            self.words.update(self.waiting.popleft().result())
+        except BrokenProcessPool:
+            fail("a process that counted words was killed, probably for want of memory; give a smaller --max_chars")
+        floor = 1
+        while len(self.words) > MAX_WORDS:
+            floor += 1
+            self.words = Counter({w: n for w, n in self.words.items() if n >= floor})
+            auto(f"over {human(MAX_WORDS)} different words: those seen fewer than {floor} times so far are forgotten")
+
+    def result(self):
+        """All words so far. A little text is counted here: it is not worth starting processes."""
+        if self.batch and self.pool is None:
+            self.words.update(count_batch(self.batch, self.pattern))
+            self.batch, self.chars = [], 0
+        elif self.batch:
+            self.submit()
+        while self.waiting:
+            self.collect()
+        return self.words
+
+    def close(self):
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+
+def training_texts(shards, first=0, chars=0):
+    """Yield (number of the shard, document) from shard `first` on: at most max_chars characters, doc_cap of each document."""
+    bar = progress(total=max_chars, desc="reading", unit="char", initial=chars)
+    for number, shard in enumerate(shards[first:], first):
+        for text, _ in read_shard(shard, out_dir):
+            text = text[: min(doc_cap, max_chars - chars)]
+            chars += len(text)
+            bar.update(len(text))
+            yield number, text
+            if chars >= max_chars:
+                return
+
+
+def count_words(shards, state):
+    """{word: count} of the training text. What was counted is kept in the file `state` now and then, after a whole shard, and a
+    later call goes on from there."""
+    key = json.dumps([PATTERNS[pattern], max_chars, doc_cap, [str(shard) for shard in shards]])
+    words, done, chars = load_counts(state, key) if resume else ({}, 0, 0)
+    counter, saved, cost, current = WordCounter(PATTERNS[pattern], words), time.time(), 0.0, done
+    del words
+    try:
+        for number, text in training_texts(shards, done, chars):
+            if number != current and time.time() - saved > max(SAVE_SECONDS, 20 * cost):
+                t0 = time.time()
+                save_counts(state, key, counter.result(), number, chars)
+                saved, cost = time.time(), time.time() - t0
+            current, chars = number, chars + len(text)
+            counter.add(text)
+        return counter.result()
+    finally:
+        counter.close()
+
+
+def save_counts(path, key, words, done, chars):
+    file = io.BytesIO()
+    np.savez(file, key=np.array(key), progress=np.array([done, chars]), counts=np.fromiter(words.values(), np.int64, len(words)),
+             words=np.frombuffer(join_words(words), np.uint8))
+    write_atomic(path, file.getvalue())
+
+
+def load_counts(path, key):
+    """-> (words, shards done, characters read); nothing when there is no such file or it is of another text."""
+    try:
+        with np.load(path) as saved:
+            if str(saved["key"]) == key:
+                words = [w.decode("utf-8", "surrogatepass") for w in saved["words"].tobytes()[1:-1].split(b"\xff")]
+                done, chars = map(int, saved["progress"])
+                auto(f"{human(chars)} characters in {done} shards were counted before: going on from there (or --resume=0)")
+                return dict(zip(words, saved["counts"].tolist())), done, chars
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+        warn(f"{path} is damaged ({type(e).__name__}): counting from the beginning")
+    return {}, 0, 0
+
+
+def join_words(words):
+    """Words as UTF-8 with the byte 0xff, which occurs in no UTF-8, before, between and behind them."""
+    return b"\xff".join([b"", *[w.encode("utf-8", "surrogatepass") for w in words], b""])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Byte-pair encoding. Every word begins as its bytes; the most frequent pair of neighbours becomes a new token everywhere,
+# and so on. Of equally frequent pairs the smallest wins, which makes the merges those of rustbpe, in the same order.
+# ---------------------------------------------------------------------------------------------------------------------
+BORDER = 0xFF  # stands between words; as a byte it occurs in no UTF-8
+GONE = -1  # where a token was that has become part of its left neighbour
+FLOOR_STEP = 16
 
 
 def train_bpe(counts, n_merges):
-    """Learn merges from {word as bytes: count}. -> [(left, right)] of token ids; merge i makes token 256 + i.
+    """Learn merges from {word: count}. -> [(left, right)] of token ids; merge i makes token 256 + i.
 
-    The most frequent pair wins; of equals, the smallest pair of ids. A heap holds pairs by the count they had when they
-    were pushed; counts of old entries are checked when popped. A merge touches only the words that hold its pair.
+    All words lie in one flat array of tokens. Taking every pair into account at once would be slow and large, since most
+    pairs are rare and will never be merged. So it goes by rounds: a round handles the pairs that occur at least `floor` times,
+    and when none is left, the next one looks at all text again (shorter now) with a lower floor.
     """
-    words = [list(w) for w in counts]
-    freq = list(counts.values())
-    pairs, where = Counter(), defaultdict(set)  # pair -> count, pair -> indices of words
-    for i, w in enumerate(words):
-        for pair in zip(w, w[1:]):
-            pairs[pair] += freq[i]
-            where[pair].add(i)
-    heap = [(-count, pair) for pair, count in pairs.items()]
-    heapq.heapify(heap)
-    merges, bar = [], progress(None, total=n_merges, desc="merges", unit="merge")
-    while len(merges) < n_merges and heap:
-        count, pair = heapq.heappop(heap)
-        if -count != pairs[pair]:
-            if pairs[pair] > 0:
-                heapq.heappush(heap, (-pairs[pair], pair))  # fell since it was pushed: back in line
-            continue
-        if count == 0:
-            break
-        (left, right), new, changed = pair, 256 + len(merges), set()
-        merges.append(pair)
-        for i in where.pop(pair):
-            old, n = words[i], freq[i]
-            word, j = [], 0
-            while j < len(old):
-                if j + 1 < len(old) and old[j] == left and old[j + 1] == right:
-                    word.append(new)
-                    j += 2
-                else:
-                    word.append(old[j])
-                    j += 1
-            for p in zip(old, old[1:]):
-                pairs[p] -= n
-            for p in zip(word, word[1:]):
-                pairs[p] += n
-                if new in p:
-                    changed.add(p)
-                    where[p].add(i)
-            words[i] = word
-        del pairs[pair]
-        for p in changed:
-            heapq.heappush(heap, (-pairs[p], p))
-        bar.update(1)
+    tok = np.frombuffer(join_words(counts), np.uint8).astype(np.int32)  # (N,)
+    freq = np.array([0, *counts.values(), 0])  # what lies before the first border and behind the last are no words
+    weight = freq[np.cumsum(tok == BORDER)]  # (N,) how often the word occurs that a position belongs to
+    merges, floor = [], None
+    bar = progress(total=n_merges, desc="merges", unit="merge")
+    while len(merges) < n_merges and floor != 1:
+        alive = (tok != GONE).nonzero()[0]
+        tok, weight = tok[alive], weight[alive]
+        pairs, floor = frequent_pairs(tok, weight, 256 + len(merges), floor)
+        merge_round(tok, weight, pairs, floor, merges, n_merges, bar)
+    bar.close()
     return merges
 
 
-def train_ranks(texts, vocab_size):
-    """Mergeable ranks {bytes: id} for `vocab_size` tokens, the specials not counted. texts: iterable of str."""
-    if importlib.util.find_spec("rustbpe"):
-        import rustbpe
-        rust = rustbpe.Tokenizer()
-        rust.train_from_iterator(iter(texts), vocab_size, pattern=PATTERN)
-        return {bytes(b): rank for b, rank in rust.get_mergeable_ranks()}, "rustbpe"
-    counts, split = Counter(), regex.compile(PATTERN)
-    for text in texts:
-        counts.update(split.findall(text))
-    merges = train_bpe({w.encode("utf-8"): n for w, n in counts.items()}, vocab_size - 256)
+def frequent_pairs(tok, weight, n_tokens, floor):
+    """-> {(left, right): (count, positions)} of the pairs that occur `floor` times or more, and the floor, now lower."""
+    at = ((tok[:-1] != BORDER) & (tok[1:] != BORDER)).nonzero()[0]
+    keys = tok[at].astype(np.int64) * n_tokens + tok[at + 1]
+    if n_tokens <= 2048:  # few enough tokens for a table of all pairs
+        table = np.bincount(keys, weight[at], minlength=1)
+        floor = int(table.max()) // FLOOR_STEP
+        chosen = table[keys] >= floor
+    else:  # a pair is not more frequent than its tokens
+        floor = floor // FLOOR_STEP
+        single = np.bincount(tok, weight)
+        chosen = (single[tok[at]] >= floor) & (single[tok[at + 1]] >= floor)
+    floor = max(1, floor)
+    groups = group_positions(keys[chosen], at[chosen], weight, floor)
+    return {(key // n_tokens, key % n_tokens): (count, positions) for key, count, positions in groups}, floor
+
+
+def group_positions(keys, at, weight, floor):
+    """Positions `at` grouped by key. -> [(key, sum of weights, positions in ascending order)], sums below the floor left out."""
+    if not len(at):
+        return []
+    bits = len(weight).bit_length()
+    assert int(keys.max()).bit_length() + bits < 64, f"{len(weight)} tokens of text are too many for keys up to {keys.max()}"
+    packed = (keys << bits) | at  # a plain sort of one array is several times faster than an argsort
+    packed.sort()
+    keys, at = packed >> bits, packed & ((1 << bits) - 1)
+    fresh = np.empty(len(keys), dtype=bool)  # where another key begins
+    fresh[0] = True
+    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    first = fresh.nonzero()[0]
+    sums = np.add.reduceat(weight.take(at), first)
+    kept = (sums >= floor).nonzero()[0]
+    if not len(kept):
+        return []
+    begin, end = first.take(kept).tolist(), np.append(first, len(at)).take(kept + 1).tolist()
+    return [(key, n, at[a:b]) for key, n, a, b in zip(keys[begin].tolist(), sums.take(kept).tolist(), begin, end)]
+
+
+def merge_round(tok, weight, pairs, floor, merges, n_merges, bar):
+    """Merge the most frequent pair until none occurs `floor` times; appends to merges and changes tok in place.
+
+    A pair's count only ever falls once its tokens exist, so a heap of counts as they were is enough: what comes off it is
+    counted again, and goes back if it has fallen. prv and nxt link each position with its living neighbours.
+    """
+    nxt, prv = np.arange(1, len(tok) + 1), np.arange(-1, len(tok) - 1)
+    heap = [(-count, pair) for pair, (count, _) in pairs.items()]
+    heapq.heapify(heap)
+    where = {pair: positions for pair, (_, positions) in pairs.items()}
+    right_side = 1 << 24  # added to a neighbour's id to tell (new, neighbour) from (neighbour, new)
+    while heap and len(merges) < n_merges:
+        count, pair = heapq.heappop(heap)
+        left, right = pair
+        p = where.pop(pair)  # positions of the left token, as they were
+        q = nxt.take(p)
+        still = (tok.take(p) == left) & (tok.take(q) == right)
+        p, q = p[still], q[still]
+        now = int(np.add.reduce(weight.take(p)))
+        if now != -count:
+            if now >= floor:
+                heapq.heappush(heap, (-now, pair))
+                where[pair] = p
+            continue
+        new = 256 + len(merges)
+        merges.append(pair)
+        bar.update(1)
+        if left == right:  # in a run such as aaa the pairs overlap: take every second one from where the run begins
+            i = np.arange(len(p))
+            begins = np.append(True, q[:-1] != p[1:])
+            every_second = (i - np.maximum.accumulate(np.where(begins, i, 0))) % 2 == 0
+            p, q = p[every_second], q[every_second]
+        after = nxt.take(q)
+        tok[p], tok[q] = new, GONE
+        nxt[p], prv[after] = after, p
+        before = prv.take(p)
+        x, y = tok.take(before), tok.take(after)
+        has_x, has_y = (x != BORDER) & (x != new), y != BORDER  # (new, new) counts once, from its left half
+        keys = np.concatenate((x[has_x], y[has_y] + right_side)).astype(np.int64)
+        for key, n, positions in group_positions(keys, np.concatenate((before[has_x], p[has_y])), weight, floor):
+            pair = (key, new) if key < right_side else (new, key - right_side)
+            heapq.heappush(heap, (-n, pair))
+            where[pair] = positions
+
+
+def train_ranks(shards, vocab_size, state):
+    """Mergeable ranks {bytes: id} for `vocab_size` tokens, the specials not counted, from the training text in shards."""
+    if trainer == "rust":
+        rust = need("rustbpe", "--trainer=rust").Tokenizer()
+        rust.train_from_iterator((text for _, text in training_texts(shards)), vocab_size, pattern=PATTERNS[pattern])
+        return {bytes(piece): rank for piece, rank in rust.get_mergeable_ranks()}
+    return ranks_of(train_bpe(count_words(shards, state), vocab_size - 256))
+
+
+def ranks_of(merges):
+    """{bytes: id} of the 256 bytes and what the merges make of them."""
     pieces = [bytes([b]) for b in range(256)]
     for left, right in merges:
         pieces.append(pieces[left] + pieces[right])
-    return {piece: i for i, piece in enumerate(pieces)}, "python"
+    ranks = {piece: i for i, piece in enumerate(pieces)}
+    assert len(ranks) == len(pieces), "two merges made the same token"
+    return ranks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tokenizer: text <-> ids, conversations -> (ids, mask), and the file it lives in.
+# ---------------------------------------------------------------------------------------------------------------------
+SPECIALS = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
+            "output_start", "output_end"]
+
+# What render_conversation does, for transformers, vLLM and others. {% generation %} marks what the assistant says: there the
+# mask is 1. (Text that spells a special token becomes that token in those libraries; here it stays text.)
+CHAT_TEMPLATE = r"""
+{{- '<|bos|>' -}}
+{%- set ns = namespace(system='', turn=0) -%}
+{%- for message in messages -%}
+  {%- if message['role'] == 'system' and loop.first -%}
+    {%- set ns.system = message['content'] + '\n\n' -%}
+  {%- elif message['role'] != ['user', 'assistant'][ns.turn % 2] -%}
+    {{- raise_exception('users and assistants take turns, after at most one system message') -}}
+  {%- elif message['role'] == 'user' -%}
+    {{- '<|user_start|>' + ns.system + message['content'] + '<|user_end|>' -}}
+    {%- set ns.system = '' -%}{%- set ns.turn = ns.turn + 1 -%}
+  {%- else -%}
+    {{- '<|assistant_start|>' -}}
+    {%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string else message['content'] -%}
+    {%- for part in parts -%}
+      {%- if part['type'] == 'python_output' -%}
+        {{- '<|output_start|>' + part['text'] + '<|output_end|>' -}}
+      {%- elif part['type'] == 'python' -%}
+        {%- generation -%}{{- '<|python_start|>' + part['text'] + '<|python_end|>' -}}{%- endgeneration -%}
+      {%- else -%}
+        {%- generation -%}{{- part['text'] -}}{%- endgeneration -%}
+      {%- endif -%}
+    {%- endfor -%}
+    {%- generation -%}{{- '<|assistant_end|>' -}}{%- endgeneration -%}
+    {%- set ns.turn = ns.turn + 1 -%}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}""".strip()
 
 
 @lru_cache
@@ -239,7 +569,9 @@ def byte_alphabet():
 class Tokenizer:
     """Text <-> token ids. The special tokens' ids are attributes: tok.bos, tok.user_start, ..."""
 
-    def __init__(self, ranks, pattern=PATTERN, digest=""):
+    def __init__(self, ranks, pattern=GPT4, digest=""):
+        assert sorted(ranks.values()) == list(range(len(ranks))) and all(ranks[bytes([b])] == b for b in range(256)), \
+            "ranks must count from 0, the 256 bytes first"
         self.ranks, self.pattern, self.hash = ranks, pattern, digest
         self.special = {name: len(ranks) + i for i, name in enumerate(SPECIALS)}
         self.__dict__.update(self.special)
@@ -248,18 +580,35 @@ class Tokenizer:
                                           special_tokens={f"<|{n}|>": i for n, i in self.special.items()})
 
     def encode(self, text):
-        """Text as ids. Special tokens are never parsed from text: what a user types is only text."""
-        return self.encoding.encode_ordinary(text)
+        """Text (or bytes) as ids. Special tokens are never parsed from text: what a user types is only text."""
+        if isinstance(text, str):
+            return self.encoding.encode_ordinary(text)
+        ids = []  # bytes that are no UTF-8 come out as lone surrogates, and become the tokens of single bytes
+        for piece in re.findall("[\udc80-\udcff]+|[^\udc80-\udcff]+", text.decode("utf-8", "surrogateescape")):
+            broken = "\udc80" <= piece[0] <= "\udcff"
+            ids += [ord(c) - 0xDC00 for c in piece] if broken else self.encoding.encode_ordinary(piece)
+        return ids
 
     def encode_batch(self, texts):
+        """Many texts at once, on all cores. -> list of lists of ids"""
         return self.encoding.encode_ordinary_batch(texts, num_threads=len_cores())
 
     def decode(self, ids):
         return self.encoding.decode(ids, errors="replace")
 
+    def decode_bytes(self, ids):
+        return self.encoding.decode_bytes(ids)
+
+    def decode_stream(self, ids):
+        """Yield the text of ids piece by piece: characters that a token's end cuts through wait for the next token."""
+        decode = self.stream_decoder()
+        for piece in itertools.chain(map(decode, ids), map(decode, [None])):
+            if piece:
+                yield piece
+
     def stream_decoder(self):
-        """A function from token id to the text that is complete with it: characters cut by a token's end wait for the next.
-        Called with None at the end, it gives up what is left."""
+        """The same for ids that come one at a time: a function from an id to the text that is complete with it. Called with
+        None at the end, it gives up what is left."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: utf8.decode(b"" if token is None else self.encoding.decode_single_token_bytes(token), token is None)
 
@@ -272,7 +621,8 @@ class Tokenizer:
 
     # --- file ---
     def save(self, folder, facts):
-        """tokenizer.json in the Hugging Face tokenizers format, and a sidecar with its SHA-256 and how it was made."""
+        """tokenizer.json in the Hugging Face tokenizers format, tokenizer_config.json for transformers, and a sidecar with the
+        SHA-256 of the first and how it was made; the sidecar comes last."""
         alphabet = byte_alphabet()
 
         def spell(piece):
@@ -294,9 +644,12 @@ class Tokenizer:
                           "vocab": {spell(p): i for p, i in self.ranks.items()}, "merges": merges}}
         path = Path(folder) / "tokenizer.json"
         write_atomic(path, json.dumps(data, ensure_ascii=False))
+        write_atomic(path.with_name("tokenizer_config.json"), json.dumps({
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|assistant_end|>",
+            "pad_token": "<|bos|>", "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}, indent=1))
         self.hash = file_sha256(path)
         sidecar = {"sha256": self.hash, "vocab_size": self.vocab_size, **facts}
-        write_atomic(path.with_name("tokenizer.meta.json"), json.dumps(sidecar, indent=1))
+        write_atomic(path.with_name("tokenizer.meta.json"), json.dumps({**sidecar, "seal": seal(sidecar)}, indent=1))
 
     @classmethod
     def load(cls, folder):
@@ -306,9 +659,11 @@ class Tokenizer:
         if not path.exists():
             fail(f"there is no tokenizer in {folder}; make one with: {again}")
         try:
-            digest = file_sha256(path)
-            expected = json.loads(path.with_name("tokenizer.meta.json").read_text(encoding="utf-8"))["sha256"]
-            if digest != expected:
+            meta, digest = read_sidecar(folder), file_sha256(path)
+            if not meta:
+                fail(f"{path.with_name('tokenizer.meta.json')} is missing or was altered, so {path.name} cannot be checked; "
+                     f"make both again with: {again}")
+            if digest != meta["sha256"]:
                 fail(f"{path} is damaged (its checksum differs from tokenizer.meta.json); make it again with: {again}")
             data = json.loads(path.read_text(encoding="utf-8"))
             back = {c: b for b, c in byte_alphabet().items()}
@@ -318,35 +673,74 @@ class Tokenizer:
             fail(f"{path} cannot be read ({type(e).__name__}: {e}); make it again with: {again}")
 
     # --- chat template ---
-    def render_conversation(self, conversation, max_tokens=None):
-        """A conversation as (ids, mask): mask 1 where the assistant speaks, which is what SFT trains on.
+    def segments(self, conversation):
+        """A conversation as [(special token's id or text, trained)]. Raises ValueError on a malformed one.
 
         conversation: {"messages": [{"role", "content"}]}, user and assistant in turn, perhaps a system message first. An
         assistant's content is text or a list of parts {"type": "text" | "python" | "python_output", "text"}.
         """
-        ids, mask = [self.bos], [0]
-
-        def add(tokens, trained):
-            ids.extend(tokens)
-            mask.extend([trained] * len(tokens))
-
+        out = [(self.bos, 0)]
         for i, (role, content) in enumerate(normalized_messages(conversation)):
-            assert role == ("user", "assistant")[i % 2], f"message {i} is from {role!r}; users and assistants take turns"
+            if role != ("user", "assistant")[i % 2]:
+                raise ValueError(f"message {i} is from {role!r}; users and assistants take turns")
             if role == "user":
-                add([self.user_start, *self.encode(content), self.user_end], 0)
+                out += [(self.user_start, 0), (content, 0), (self.user_end, 0)]
                 continue
-            add([self.assistant_start], 0)
+            out.append((self.assistant_start, 0))
             for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                text = self.encode(part["text"])
-                if part["type"] == "text":
-                    add(text, 1)
-                elif part["type"] == "python":
-                    add([self.python_start, *text, self.python_end], 1)
+                kind, text = part["type"], part["text"]
+                if kind == "text":
+                    out.append((text, 1))
+                elif kind == "python":
+                    out += [(self.python_start, 1), (text, 1), (self.python_end, 1)]
+                elif kind == "python_output":  # the tool speaks, not the assistant
+                    out += [(self.output_start, 0), (text, 0), (self.output_end, 0)]
                 else:
-                    assert part["type"] == "python_output", f"unknown part {part['type']!r}"
-                    add([self.output_start, *text, self.output_end], 0)  # the tool speaks, not the assistant
-            add([self.assistant_end], 1)
-        return ids[:max_tokens], mask[:max_tokens]
+                    raise ValueError(f"message {i} has a part of type {kind!r}; there are text, python and python_output")
+            out.append((self.assistant_end, 1))
+        if not all(isinstance(x, (int, str)) for x, _ in out):
+            raise ValueError("a message's content is neither text nor parts with a text")
+        return out
+
+    def render_conversation(self, conversation, max_tokens=None):
+        """A conversation as (ids, mask): mask 1 where the assistant speaks, which is what SFT trains on.
+
+        Cut to max_tokens at the end. When nothing of the assistant would be left, the first question loses its beginning
+        instead; raises ValueError when even that cannot keep a token of the assistant."""
+        segments = self.segments(conversation)
+        return self.cut(*flatten(segments, map(self.encode, texts_of(segments))), max_tokens)
+
+    def render_batch(self, conversations, max_tokens):
+        """Many conversations on all cores. -> [(ids, mask, tokens lost by cutting)], empty where render_conversation raises"""
+        batch, out = [], []
+        for conversation in conversations:
+            try:
+                batch.append(self.segments(conversation))
+            except (ValueError, KeyError, TypeError):
+                batch.append([])
+        encoded = iter(self.encode_batch([text for segments in batch for text in texts_of(segments)]))
+        for segments in batch:
+            full, mask = flatten(segments, encoded)
+            try:
+                ids, mask = self.cut(full, mask, max_tokens)
+            except ValueError:
+                ids, mask = [], []
+            out.append((ids, mask, len(full) - len(ids)))
+        return out
+
+    def cut(self, ids, mask, max_tokens):
+        """A rendered conversation of at most max_tokens, see render_conversation."""
+        if max_tokens is None or 1 in mask[:max_tokens]:
+            return ids[:max_tokens], mask[:max_tokens]
+        room = max_tokens - 4  # <|bos|> <|user_start|> ... <|user_end|> <|assistant_start|> come in any case
+        start = ids.index(self.assistant_start) + 1 if 1 in mask else 0
+        needed = mask[start:].index(1) + 1 if 1 in mask else room + 1
+        if needed > room:
+            raise ValueError(f"no token of the assistant can be kept in {max_tokens} tokens")
+        kept = min(len(ids) - start, max(needed, room // 2))  # of what follows the question
+        question = ids[start - 2 - (room - kept) : start - 2]  # its end
+        ids = ids[:2] + question + ids[start - 2 : start + kept]
+        return ids, [0] * (len(ids) - kept) + mask[start : start + kept]
 
     def render_for_completion(self, conversation):
         """The ids up to where the assistant begins to speak; a last assistant message is left out."""
@@ -354,6 +748,20 @@ class Tokenizer:
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         return self.render_conversation({"messages": messages})[0] + [self.assistant_start]
+
+
+def texts_of(segments):
+    return [x for x, _ in segments if isinstance(x, str)]
+
+
+def flatten(segments, encoded):
+    """Segments, with the ids of their texts from the iterator `encoded`, as (ids, mask)."""
+    ids, mask = [], []
+    for x, trained in segments:
+        tokens = [x] if isinstance(x, int) else next(encoded)
+        ids += tokens
+        mask += [trained] * len(tokens)
+    return ids, mask
 
 
 def split_piece(piece, rank, ranks):
@@ -371,9 +779,19 @@ def normalized_messages(conversation):
     """[(role, content)] with a system message merged into the first user's."""
     messages = [(m["role"], m["content"]) for m in conversation["messages"]]
     if messages and messages[0][0] == "system":
-        assert len(messages) > 1 and messages[1][0] == "user", "a system message must be followed by a user's"
+        if len(messages) < 2 or messages[1][0] != "user" or not all(isinstance(content, str) for _, content in messages[:2]):
+            raise ValueError("a system message must be followed by a user's, both of them text")
         messages[:2] = [("user", messages[0][1] + "\n\n" + messages[1][1])]
     return messages
+
+
+def read_sidecar(folder):
+    """The facts in tokenizer.meta.json, or {} when there are none or somebody changed them."""
+    try:
+        meta = json.loads((Path(folder) / "tokenizer.meta.json").read_text(encoding="utf-8"))
+        return meta if meta["seal"] == seal(meta) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def find_tokenizer(out_dir, meta=None):
@@ -384,13 +802,18 @@ def find_tokenizer(out_dir, meta=None):
         folder = Path("out") / "tokenizer"
     tok = Tokenizer.load(folder)
     if meta and meta["tokenizer"] != tok.hash:
-        fail(f"{folder} is not the tokenizer that {meta['path']} was trained with; put that one back, or train the stages again")
+        aside = [p for p in folder.parent.glob("tokenizer.old*") if read_sidecar(p).get("sha256") == meta["tokenizer"]]
+        put_back = f"put back {aside[0]}" if aside else "put that one back"
+        fail(f"{folder} is not the tokenizer that {meta['path']} was trained with; {put_back}, or train the stages again")
     return tok
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows. Sequences are packed into rows of T + 1 tokens; a row of a batch is (inputs, targets), shifted by one.
 # ---------------------------------------------------------------------------------------------------------------------
+MIN_REST = 32  # tokens; a shorter rest of a document is not worth a row's place
+
+
 def pack_rows(lengths, capacity, split):
     """Best-fit packing of one block of sequences. -> rows, each a list of (sequence, start, stop).
 
@@ -419,10 +842,11 @@ def pack_rows(lengths, capacity, split):
 
 
 def fill_row(row, block, capacity, bos):
-    """One packed row as (ids, mask), each (capacity,). block: list of ids, or of (ids, mask); padding has mask 0."""
+    """One packed row as (ids, mask), each (capacity,). block: sequences, each ids or (ids, mask); padding has mask 0."""
     ids, mask, at = np.full(capacity, bos, dtype=np.int64), np.zeros(capacity, dtype=bool), 0
     for i, start, stop in row:
-        piece, trained = block[i] if isinstance(block[i], tuple) else (block[i], None)
+        sequence = block[i]
+        piece, trained = sequence if isinstance(sequence, tuple) else (sequence, None)
         end = at + (start > 0) + stop - start  # a rest is led by a <|bos|> of its own
         ids[at + (start > 0) : end] = piece[start:stop]
         mask[at:end] = True if trained is None else trained[start:stop]
@@ -430,13 +854,30 @@ def fill_row(row, block, capacity, bos):
     return ids, mask
 
 
-MIN_REST = 32  # tokens; a shorter rest of a document is not worth a row's place
+def lengths_of(block):
+    """The number of tokens of each sequence of a block."""
+    return block.lengths() if isinstance(block, Sequences) else [len(s[0] if isinstance(s, tuple) else s) for s in block]
+
+
+def describe_rows(block, capacity, split):
+    """What packing makes of a block. -> (rows, share of their positions that is filled, share that is scored, share of the
+    block's tokens that is cropped)"""
+    lengths = lengths_of(block)
+    rows = pack_rows(lengths, capacity, split)
+    if not rows:
+        return 0, 0.0, 0.0, 0.0
+    filled = sum(stop - start + (start > 0) for row in rows for _, start, stop in row)
+    used = filled - sum(start > 0 for row in rows for _, start, _ in row)
+    masks = [s[1] for s in block if isinstance(s, tuple)]
+    unscored = sum(len(m) - int(m.sum()) for m in masks)
+    places = len(rows) * capacity
+    return len(rows), filled / places, (filled - unscored) / places, 1 - used / sum(lengths)
 
 
 class RowLoader:
     """An endless stream of batches (inputs (B, T), targets (B, T)) for this rank, -1 in targets where nothing is scored.
 
-    blocks: a function from block number to a list of sequences; n_blocks: how many there are in an epoch. Rows are dealt out
+    blocks: a function from (block number, epoch) to sequences; n_blocks: how many there are in an epoch. Rows are dealt out
     to ranks in turn, so that the rows of one optimizer step are the same for any number of ranks. `state` says where to go on.
     """
 
@@ -450,9 +891,9 @@ class RowLoader:
         empty = 0  # blocks in a row
         while True:
             sequences = self.blocks(self.state["block"], self.state["epoch"])
-            empty = 0 if sequences else empty + 1
+            empty = 0 if len(sequences) else empty + 1
             assert empty <= self.n_blocks, "a whole epoch held no sequence"
-            packed = pack_rows([len(s[0] if isinstance(s, tuple) else s) for s in sequences], self.T + 1, self.split)
+            packed = pack_rows(lengths_of(sequences), self.T + 1, self.split)
             order = np.random.default_rng([self.seed, self.state["epoch"], self.state["block"]]).permutation(len(packed))
             while self.state["row"] < len(packed):
                 self.state["row"] += 1
@@ -475,19 +916,150 @@ class RowLoader:
             yield ids[:, :-1].to(self.dev.device), targets.to(self.dev.device)
 
 
-def render_blocks(conversations, tok, capacity, every_token, text=(), text_share=0.0, size=512):
-    """A dataset of conversations as blocks for RowLoader. -> (blocks, n_blocks)
+# ---------------------------------------------------------------------------------------------------------------------
+# The token cache: out_dir/data/tokens/<key>/ holds sequences as one array of ids on disk, mapped into memory when read. The key
+# is a hash of the text and of the tokenizer. A folder appears whole or not at all, whoever else builds it at the same time.
+# ---------------------------------------------------------------------------------------------------------------------
+class Sequences:
+    """Sequences of tokens in a cache folder: [i] is ids, or (ids, mask) with `scored`. chosen: which of them, None = all."""
+
+    def __init__(self, folder, dtype, scored=False, chosen=None):
+        self.starts = np.load(folder / "starts.npy")
+        size = int(self.starts[-1])
+        self.ids = np.asarray(np.memmap(folder / "ids.bin", dtype, "r", shape=size)) if size else np.empty(0, dtype)
+        self.mask = np.asarray(np.memmap(folder / "mask.bin", bool, "r", shape=size)) if scored and size else None
+        self.chosen = np.arange(len(self.starts) - 1) if chosen is None else chosen
+
+    def __len__(self):
+        return len(self.chosen)
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            part = object.__new__(Sequences)
+            part.__dict__.update({**self.__dict__, "chosen": self.chosen[i]})
+            return part
+        n = self.chosen[i]
+        a, b = self.starts[n], self.starts[n + 1]
+        return self.ids[a:b] if self.mask is None else (self.ids[a:b], self.mask[a:b])
+
+    def lengths(self):
+        return (self.starts[self.chosen + 1] - self.starts[self.chosen]).tolist()
+
+
+def write_sequences(folder, dtype, batches):
+    """Build a cache folder, batch by batch, unless it is there and sound. batches: an iterable of lists of (ids, mask, note);
+    mask is None or says which tokens are scored, note is a number kept beside the sequence."""
+    if sound_cache(folder, dtype):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    damaged = building.with_name(f"{building.name}.damaged")
+    starts, notes = [0], []
+    try:
+        with open(building / "ids.bin", "wb") as ids_file, open(building / "mask.bin", "wb") as mask_file:
+            for ids, mask, note in itertools.chain.from_iterable(batches):
+                ids_file.write(np.array(ids, dtype=dtype).tobytes())
+                mask_file.write(b"" if mask is None else bytes(mask))
+                starts.append(starts[-1] + len(ids))
+                notes.append(note)
+        np.save(building / "starts.npy", np.array(starts))
+        np.save(building / "notes.npy", np.array(notes, dtype=np.int64))
+        if folder.exists() and not sound_cache(folder, dtype):
+            warn(f"{folder} is damaged and made anew")
+            os.replace(folder, damaged)
+        with contextlib.suppress(OSError):  # somebody else was first
+            os.rename(building, folder)
+    finally:
+        for leftover in (building, damaged):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sound_cache(folder, dtype):
+    """Whether a cache folder is there and its files have the sizes they should."""
+    try:
+        starts, notes = np.load(folder / "starts.npy"), np.load(folder / "notes.npy")
+        ids, mask = ((folder / name).stat().st_size for name in ("ids.bin", "mask.bin"))
+    except (OSError, ValueError, EOFError):
+        return False
+    return len(notes) == len(starts) - 1 and ids == int(starts[-1]) * np.dtype(dtype).itemsize and mask in (0, int(starts[-1]))
+
+
+def cache_folder(out_dir, tok, *key):
+    """-> (folder, dtype of the ids)"""
+    name = hashlib.sha256(json.dumps([tok.hash, *key]).encode()).hexdigest()[:16]
+    return Path(out_dir) / "data" / "tokens" / name, "uint16" if tok.vocab_size <= 2**16 else "uint32"
+
+
+def text_cache(shard, tok, out_dir):
+    """Tokenise one shard, or find it done. -> (training documents, validation documents); each begins with <|bos|>."""
+    share = VAL_SHARE if shard else VAL_SHARE_EMBEDDED
+    folder, dtype = cache_folder(out_dir, tok, "text", shard_key(shard), share)
+
+    def batches():
+        texts = (text for text, _ in progress(read_shard(shard, out_dir), desc=f"tokenising {shard_name(shard)}", unit="doc"))
+        while batch := list(itertools.islice(texts, 1024)):
+            yield [([tok.bos, *ids], None, is_val(text, share)) for text, ids in zip(batch, tok.encode_batch(batch))]
+
+    write_sequences(folder, dtype, batches())
+    held_out = np.load(folder / "notes.npy")
+    return [Sequences(folder, dtype, chosen=np.flatnonzero(held_out == split)) for split in (0, 1)]
+
+
+def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
+    """Token caches of as many shards as hold `want_tokens` training tokens. -> (shards of training documents, list of validation
+    documents)"""
+    train, val, tokens, used, t0 = [], [], 0, 0, time.time()
+    with dev.first_per_node():
+        shards = find_shards(data_dir, out_dir)
+        for shard in shards:
+            used += 1
+            documents, held_out = text_cache(shard, tok, out_dir)
+            train += [documents] if len(documents) else []
+            val += [held_out[i] for i in range(len(held_out))]
+            tokens += sum(documents.lengths())
+            if tokens >= want_tokens and val:
+                break  # the same first validation documents for every stage, however much it trains on
+    if not val and train and len(train[0]) > 1:
+        n = max(1, len(train[0]) // 20)
+        val, train[0] = [train[0][i] for i in range(len(train[0]) - n, len(train[0]))], train[0][:-n]
+        auto(f"so few documents that none fell to validation: the last {n} of {n + len(train[0])} serve")
+    if not train or not val:
+        fail(f"the text of --data_dir={data_dir!r} is too little to train on: give at least two documents "
+             "(a .txt file is cut at empty lines)")
+    auto(f"data {data_dir or 'embedded text'}: {used} of {len(shards)} shards, {human(sum(map(len, train)))} documents, "
+         f"{human(tokens)} tokens for training ({want_tokens / tokens:.2f} epochs), "
+         f"{human(sum(map(len, val)))} for validation ({time.time() - t0:.1f} s)")
+    return train, val
+
+
+def conversation_blocks(conversations, tok, out_dir, dev, capacity, every_token, text=(), text_share=0.0, size=4096):
+    """A dataset of conversations as blocks for RowLoader. -> (blocks, n_blocks, tokens in an epoch)
 
     every_token: all tokens are scored (mid-training), else the assistant's (SFT). A conversation longer than a row is cut
-    to it; one that has nothing to score then is left out. text: documents of which random pieces are mixed in, as
-    text_share of all tokens."""
+    to it; one that has nothing to score is left out. text: documents of which random pieces are mixed in, as text_share of
+    all tokens. A block is large, so that its last row, which may not be full, hardly counts."""
+    with dev.first_per_node():
+        digest = hash_texts(json.dumps(conversations[i]["messages"], ensure_ascii=False) for i in range(len(conversations)))
+        folder, dtype = cache_folder(out_dir, tok, "conversations", digest, capacity)
+
+        def batches():
+            for at in progress(range(0, len(conversations), 512), desc="tokenising conversations", unit="batch"):
+                yield tok.render_batch([conversations[i] for i in range(at, min(at + 512, len(conversations)))], capacity)
+
+        write_sequences(folder, dtype, batches())
+    cached = Sequences(folder, dtype, scored=True)
+    tokens, lost = int(cached.starts[-1]), np.load(folder / "notes.npy")
+    if lost.any() or not all(cached.lengths()):
+        auto(f"of {len(cached)} conversations {(lost > 0).sum()} are longer than a row of {capacity} tokens and cut to it "
+             f"({lost.sum() / (tokens + lost.sum()):.2%} of all tokens); {cached.lengths().count(0)} are left out: nothing of "
+             "the assistant's is in reach, or they are malformed")
+    if not tokens:
+        fail(f"no conversation has anything to learn from in its first {capacity - 1} tokens: "
+             "train the base model with a longer --max_seq_len")
+
     def blocks(block, epoch):
-        out = []
-        for i in range(block * size, min((block + 1) * size, len(conversations))):
-            ids, mask = tok.render_conversation(conversations[i], capacity)
-            mask = np.ones(len(ids), dtype=bool) if every_token else np.array(mask, dtype=bool)
-            if mask[1:].any():
-                out.append((np.array(ids), mask))
+        out = [(ids, np.ones(len(ids), dtype=bool)) if every_token else (ids, mask)
+               for ids, mask in map(cached.__getitem__, range(block * size, min((block + 1) * size, len(cached))))]
         rng, wanted = np.random.default_rng([epoch, block]), sum(len(ids) for ids, _ in out) * text_share / (1 - text_share)
         while text_share and wanted > 0:
             document = text[rng.integers(len(text))]
@@ -498,134 +1070,222 @@ def render_blocks(conversations, tok, capacity, every_token, text=(), text_share
                 out.append((piece, np.ones(len(piece), dtype=bool)))
         return out
 
-    return blocks, -(-len(conversations) // size)
-
-
-def describe_block(sequences, capacity):
-    """-> (rows, share of their positions that is filled, share that is scored) of one block of conversations."""
-    if not sequences:
-        fail(f"no conversation has anything to learn from in its first {capacity - 1} tokens: "
-             "train the base model with a longer --max_seq_len")
-    rows = pack_rows([len(ids) for ids, _ in sequences], capacity, split=False)
-    places = len(rows) * capacity
-    return len(rows), sum(len(ids) for ids, _ in sequences) / places, sum(int(m.sum()) for _, m in sequences) / places
-
-
-# --- token cache: a shard's documents as one array of ids on disk -----------------------------------------------------------
-def token_cache(shard, tok, out_dir):
-    """Tokenise one shard, or find it done. -> {"train": [ids], "val": [ids]}, memory-mapped; every document begins with <|bos|>."""
-    if shard is None:
-        import platform
-        identity = f"embedded {platform.python_version()}"
-    else:
-        path = Path(shard[1] if isinstance(shard, tuple) else shard)
-        local = not isinstance(shard, tuple)
-        identity = f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" if local else json.dumps(shard)
-    key = hashlib.sha256(f"{identity} {tok.hash} {VAL_SHARE} {VAL_SHARE_EMBEDDED}".encode()).hexdigest()[:16]
-    base = Path(out_dir) / "data" / "tokens" / key
-    if not base.with_suffix(".json").exists():
-        build_token_cache(shard, tok, out_dir, base)
-    index = json.loads(base.with_suffix(".json").read_text())
-    empty = not index["spans"]["train"] and not index["spans"]["val"]
-    data = np.empty(0) if empty else np.memmap(base.with_suffix(".bin"), dtype=index["dtype"], mode="r")
-    return {split: [data[a:b] for a, b in spans] for split, spans in index["spans"].items()}
-
-
-def build_token_cache(shard, tok, out_dir, base):
-    dtype = "uint16" if tok.vocab_size <= 2**16 else "uint32"
-    share = VAL_SHARE if shard else VAL_SHARE_EMBEDDED
-    spans, at, batch, arrays = {"train": [], "val": []}, 0, [], []
-
-    def flush():
-        nonlocal at
-        for text, ids in zip(batch, tok.encode_batch(batch)):
-            spans["val" if is_val(text, share) else "train"].append((at, at + len(ids) + 1))
-            arrays.append(np.array([tok.bos, *ids], dtype=dtype))
-            at += len(ids) + 1
-        batch.clear()
-
-    name = "embedded text" if shard is None else Path(shard[1] if isinstance(shard, tuple) else shard).name
-    for text, _ in progress(read_shard(shard, out_dir), desc=f"tokenising {name}", unit="doc"):
-        batch.append(text)
-        if len(batch) == 1024:
-            flush()
-    flush()
-    write_atomic(base.with_suffix(".bin"), np.concatenate(arrays).tobytes() if arrays else b"")
-    write_atomic(base.with_suffix(".json"), json.dumps({"dtype": dtype, "spans": spans}))  # last: its presence says "done"
-
-
-def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
-    """Token caches of as many shards as hold `want_tokens` training tokens. -> (blocks for RowLoader, list of val documents)"""
-    caches, tokens, t0 = [], 0, time.time()
-    with dev.first_per_node():
-        shards = find_shards(data_dir, out_dir)
-        for shard in shards:
-            caches.append(token_cache(shard, tok, out_dir))
-            tokens += sum(len(d) for d in caches[-1]["train"])
-            if tokens >= want_tokens and any(c["val"] for c in caches):
-                break  # the same first validation documents for every stage, however much it trains on
-    val = [d for c in caches for d in c["val"]]
-    train = [c["train"] for c in caches if c["train"]]
-    if not val and train and len(train[0]) > 1:
-        val = train[0][-max(1, len(train[0]) // 20) :]
-        train[0] = train[0][: -len(val)]
-        auto(f"so few documents that none fell to validation: the last {len(val)} of {len(val) + len(train[0])} serve")
-    if not train or not val:
-        fail(f"the text of --data_dir={data_dir!r} is too little to train on: give at least two documents "
-             "(a .txt file is cut at empty lines)")
-    auto(f"data {data_dir or 'embedded text'}: {len(caches)} of {len(shards)} shards, {human(sum(map(len, train)))} documents, "
-         f"{human(tokens)} tokens for training ({want_tokens / tokens:.2f} epochs), "
-         f"{human(sum(map(len, val)))} for validation ({time.time() - t0:.1f} s)")
-    return train, val
+    return blocks, -(-len(cached) // size), tokens / (1 - text_share)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-def training_texts(shards):
-    """The documents to train on: at most max_chars characters, doc_cap of each."""
-    left = max_chars
-    bar = progress(None, total=max_chars, desc="reading", unit="char")
-    for shard in shards:
-        for text, _ in read_shard(shard, out_dir):
-            text = text[: min(doc_cap, left)]
-            left -= len(text)
-            bar.update(len(text))
-            yield text
-            if left <= 0:
-                return
+# What the command line offers: train, --eval, --show, --bench
+# ---------------------------------------------------------------------------------------------------------------------
+SAMPLES = {"English": "A language model assigns probabilities to sequences of words, and learns them from text.",
+           "Chinese": "语言模型给词的序列赋予概率，并从文本中学习这些概率。",
+           "code": "def norm(x):\n    return x / (sum(v * v for v in x) ** 0.5)\n",
+           "mathematics": "Let $f(x) = x^2 - 3x + 2$. Then $f'(x) = 2x - 3 = 0$ gives $x = 1.5$ and $f(1.5) = -0.25$.",
+           "emoji": "Hello, 世界! It's 3.14159 o'clock 🙂\n\t👩‍👩‍👧"}
 
 
-def main():
+def train_main():
     folder = Path(out_dir) / "tokenizer"
-    facts = {"data_dir": data_dir, "max_chars": max_chars, "doc_cap": doc_cap, "pattern": PATTERN}
-    sidecar = folder / "tokenizer.meta.json"
+    facts = {"data_dir": data_dir, "max_chars": max_chars, "doc_cap": doc_cap, "pattern": PATTERNS[pattern]}
     if vocab_size < 256 + len(SPECIALS) + 1:
         fail(f"--vocab_size={vocab_size} is too small: 256 bytes and {len(SPECIALS)} specials come first")
-    if resume and sidecar.exists() and (folder / "tokenizer.json").exists():
-        old = json.loads(sidecar.read_text(encoding="utf-8"))
-        same = all(old.get(k) == v for k, v in facts.items()) and old.get("vocab_size") == vocab_size
-        if same and old.get("sha256") == file_sha256(folder / "tokenizer.json"):
-            auto(f"{folder}/tokenizer.json is already trained with these knobs; --resume=0 trains it again")
-            return
-    t0 = time.time()
-    ranks, trainer = train_ranks(training_texts(find_shards(data_dir, out_dir)), vocab_size - len(SPECIALS))
+    old = read_sidecar(folder) if (folder / "tokenizer.json").exists() else {}
+    sound = old and file_sha256(folder / "tokenizer.json") == old["sha256"]
+    if resume and sound and {**old, **facts} == old and old["wanted"] == vocab_size:
+        auto(f"{folder}/tokenizer.json is already trained with these knobs; --resume=0 trains it again")
+        return
+    t0, state = time.time(), folder / "counting.npz"
+    ranks = train_ranks(find_shards(data_dir, out_dir), vocab_size - len(SPECIALS), state)
     seconds = time.time() - t0
     if len(ranks) == 256:
         fail(f"there is no text in --data_dir={data_dir}")
     if len(ranks) < vocab_size - len(SPECIALS):
         auto(f"the text has no more pairs to merge: the vocabulary is {len(ranks) + len(SPECIALS)} tokens")
-    tok = Tokenizer(ranks)
-    tok.save(folder, {**facts, "trainer": trainer, "seconds": round(seconds, 2)})
+    tok = Tokenizer(ranks, PATTERNS[pattern])
+    if sound and tok.ranks != Tokenizer.load(folder).ranks:
+        auto(f"the tokenizer that was there is kept in {put_aside(folder)}")
+    tok.save(folder, {**facts, "wanted": vocab_size, "trainer": trainer, "seconds": round(seconds, 2)})
+    state.unlink(missing_ok=True)
     tok = Tokenizer.load(folder)
-    sample = "Hello, 世界! It's 3.14159 o'clock 🙂\n\tdef f(x): return x ** 2"
-    assert tok.decode(tok.encode(sample)) == sample, "the tokenizer does not give text back as it was"
+    for sample in SAMPLES.values():
+        assert tok.decode(tok.encode(sample)) == sample, "the tokenizer does not give text back as it was"
     auto(f"trainer {trainer}, {seconds:.1f} s; {tok.vocab_size} tokens")
     print0("bytes per token: " + ", ".join(f"{n} {len(t.encode()) / len(tok.encode(t)):.2f}" for n, t in SAMPLES.items()))
     print0(f"tokenizer in {folder}/tokenizer.json, sha256 {tok.hash[:12]}")
 
 
-SAMPLES = {"English": "A language model assigns probabilities to sequences of words, and learns them from text.",
-           "Chinese": "语言模型给词的序列赋予概率，并从文本中学习这些概率。",
-           "code": "def norm(x):\n    return x / (sum(v * v for v in x) ** 0.5)\n"}
+def gpt2_encoding():
+    """GPT-2's tokenizer as a tiktoken Encoding, or None when its files are neither in gpt2_dir nor to be downloaded."""
+    if not gpt2_dir:
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as e:  # requests' errors are of this kind
+            warn(f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}): give --gpt2_dir=FOLDER with its two files")
+            return None
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str
+    files = [Path(gpt2_dir) / name for name in ("vocab.bpe", "encoder.json")]
+    for path in files:
+        if not path.is_file():
+            fail(f"--gpt2_dir={gpt2_dir} holds no {path.name}")
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=data_gym_to_mergeable_bpe_ranks(*map(str, files)),
+                             special_tokens={})
+
+
+def eval_main():
+    """Bytes per token by source, on the validation documents of data_dir (or, of few documents, on all)."""
+    tok, gpt2 = find_tokenizer(out_dir), gpt2_encoding()
+    documents = []
+    for shard in find_shards(data_dir, out_dir):
+        share = VAL_SHARE if shard else VAL_SHARE_EMBEDDED
+        found = list(progress(read_shard(shard, out_dir), desc=shard_name(shard), unit="doc"))
+        documents += [d for d in found if is_val(d[0], share)] or found
+    groups = {}
+    for text, source in documents:
+        han = len(re.findall("[\u4e00-\u9fff]", text)) > 0.2 * len(text)
+        for name in (source, "all Chinese" if han else "all other"):
+            groups.setdefault(name, []).append(text)
+    for name, text in SAMPLES.items():
+        groups.setdefault(f"sample: {name}", []).append(text)
+    print0(f"{'source':36} {'bytes':>10} {'ours':>8} {'gpt2':>8} {'ratio':>7}   (bytes per token, more is better)")
+    results = {}
+    for name, texts in sorted(groups.items(), key=lambda g: (g[0].startswith("all "), g[0].startswith("sample"), g[0])):
+        size = sum(len(t.encode()) for t in texts)
+        ours = size / max(1, sum(map(len, tok.encode_batch(texts))))
+        theirs = size / max(1, sum(map(len, gpt2.encode_ordinary_batch(texts, num_threads=len_cores())))) if gpt2 else None
+        results[name] = {"bytes": size, "ours": round(ours, 4), "gpt2": theirs and round(theirs, 4)}
+        print0(f"{name:36} {size:10} {ours:8.3f} " + (f"{theirs:8.3f} {ours / theirs:6.2f}x" if gpt2 else f"{'-':>8} {'-':>7}"))
+    print0(json.dumps({"vocab_size": tok.vocab_size, "gpt2_vocab_size": 50257, "bytes_per_token": results}, ensure_ascii=False))
+
+
+def show_main():
+    """Print conversations token by token: what is trained on in green, the rest grey, special tokens in brackets."""
+    tok = find_tokenizer(out_dir)
+    names = {i: f"<|{name}|>" for name, i in tok.special.items()}
+    if not Path(show).is_file():
+        fail(f"there is no file {show}")
+    with open(show, encoding="utf-8") as f:
+        for n, line in enumerate(f, 1):
+            if not line.strip():
+                continue
+            try:
+                data = json.loads(line)
+                ids, mask = tok.render_conversation({"messages": data} if isinstance(data, list) else data)
+            except (ValueError, KeyError, TypeError) as e:
+                fail(f'{show} line {n} is not a conversation ({e}): write {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+            out = ""
+            for (trained, special), run in itertools.groupby(zip(ids, mask), lambda im: (im[1], im[0] in names)):
+                run = [i for i, _ in run]
+                text = "".join(names[i] for i in run) if special else tok.decode(run)
+                out += ("\033[32m" if trained else "\033[90m") + text + "\033[0m"
+            print0(f"{out}\n({len(ids)} tokens, {sum(mask)} trained)\n")
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+RIVALS = {"python": "ours", "rust": "rustbpe", "hf": "tokenizers"}
+
+
+def bench_child(kind):
+    """Train once, in a process of its own; prints the seconds."""
+    shards, t0 = find_shards(data_dir, out_dir), time.perf_counter()
+    if kind == "hf":
+        from tokenizers import Regex, Tokenizer as HF, models, pre_tokenizers, trainers
+        hf = HF(models.BPE())
+        hf.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated"),
+                                                    pre_tokenizers.ByteLevel(False, use_regex=False)])
+        hf.train_from_iterator((text for _, text in training_texts(shards)), trainers.BpeTrainer(
+            vocab_size=vocab_size - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        size = hf.get_vocab_size()
+    else:
+        globals()["trainer"] = kind
+        with tempfile.TemporaryDirectory() as folder:
+            size = len(train_ranks(shards, vocab_size - len(SPECIALS), Path(folder) / "counting.npz"))
+    print(json.dumps({"seconds": time.perf_counter() - t0, "tokens": size}))
+
+
+def tree_memory(pid):
+    """MiB of memory that a process and its children hold, shared pages counted once (Linux; 0 elsewhere)."""
+    total = 0.0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            total += int(line.split()[1]) / 1024 if line.startswith("Pss:") else 0
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(tree_memory(int(child)) for child in (task / "children").read_text().split())
+    return total
+
+
+def bench_trainer(kind, watch):
+    """-> (seconds, peak MiB or None) of one training run; `watch` memory in runs that are not timed, since looking costs time"""
+    code = "import sys, common, tokenizer as t; kind = sys.argv.pop(1); common.configure(vars(t)); t.bench_child(kind)"
+    here = str(Path(__file__).resolve().parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen([sys.executable, "-c", code, kind, *sys.argv[1:]], stdout=subprocess.PIPE, text=True, env=env) as child:
+        peak = 0.0
+        while watch and child.poll() is None:
+            peak = max(peak, tree_memory(child.pid))
+            time.sleep(0.05)
+        out, _ = child.communicate()
+    if child.returncode:
+        fail(f"the {kind} trainer failed")
+    return json.loads(out.splitlines()[-1])["seconds"], peak or None
+
+
+def bench_main(repeats=5):
+    kinds = [k for k in RIVALS if k == "python" or importlib.util.find_spec(RIVALS[k])]
+    seconds, peak, result = {k: [] for k in kinds}, {}, {}
+    for turn in progress(range(repeats + 1), desc="training", unit="round"):  # in turn: a busy moment hits all
+        for k in kinds:
+            t, memory = bench_trainer(k, watch=turn == repeats)
+            seconds[k] += [t] if turn < repeats else []
+            peak[k] = memory
+    for k, prefix in (("python", ""), ("rust", "rustbpe_"), ("hf", "tokenizers_")):
+        result[f"{prefix}train_s"] = round(statistics.median(seconds[k]), 2) if k in kinds else None
+        result[f"{prefix}peak_mb"] = k in kinds and peak[k] and round(peak[k])
+        if k in kinds:
+            print0(f"training, {RIVALS[k]:10} {result[prefix + 'train_s']:8.2f} s (median of {repeats})   "
+                   f"peak {result[prefix + 'peak_mb']} MB   {result[prefix + 'train_s'] / result['train_s']:.2f} x ours")
+    with tempfile.TemporaryDirectory() as folder:
+        shards = find_shards(data_dir, out_dir)
+        tok = Tokenizer(train_ranks(shards, vocab_size - len(SPECIALS), Path(folder) / "counting.npz"), PATTERNS[pattern])
+        tok.save(folder, {})
+        texts = [t for _, t in itertools.islice(training_texts(shards), 4000)]
+        coders = {"": tok.encode_batch, "tiktoken_one_thread_": lambda batch: list(map(tok.encode, batch))}
+        if importlib.util.find_spec("tokenizers"):
+            from tokenizers import Tokenizer as HF
+            coders["tokenizers_"] = HF.from_file(f"{folder}/tokenizer.json").encode_batch
+        for prefix, encode in coders.items():
+            times = []
+            for _ in range(3):
+                t0 = time.perf_counter()
+                encode(texts)
+                times.append(time.perf_counter() - t0)
+            result[f"{prefix}encode_mb_per_s"] = round(sum(len(t.encode()) for t in texts) / 1e6 / statistics.median(times), 2)
+        result["pack_tok_per_s"], result["pack_filled"], result["pack_cropped"] = bench_packing(tok, shards, folder)
+    for name in ("encode_mb_per_s", "tiktoken_one_thread_encode_mb_per_s", "tokenizers_encode_mb_per_s", "pack_tok_per_s"):
+        print0(f"{name:36} {result.get(name)}")
+    print0(json.dumps({**result, "vocab_size": vocab_size, "max_chars": max_chars, "cores": len_cores()}))
+
+
+def bench_packing(tok, shards, folder, T=2048, B=8, seconds=3.0):
+    """-> (tokens per second in rows of T + 1, from the cache on one core; share of positions filled; share of tokens cropped)"""
+    from common import Device
+    dev = Device(torch.device("cpu"), "cpu", "cpu", torch.float32, 0, 0, 1)
+    torch.set_num_threads(1)
+    documents, _ = text_cache(shards[0], tok, folder)
+    batches = iter(RowLoader(lambda block, epoch: documents, 1, T, B, tok, dev, split=True))
+    next(batches)
+    n, t0 = 0, time.perf_counter()
+    while time.perf_counter() - t0 < seconds:
+        n += next(batches)[0].numel()
+    _, filled, _, cropped = describe_rows(documents, T + 1, split=True)
+    return round(n / (time.perf_counter() - t0)), round(filled, 5), round(cropped, 5)
+
+
+def main():
+    for name, value, allowed in (("pattern", pattern, tuple(PATTERNS)), ("trainer", trainer, ("python", "rust"))):
+        if value not in allowed:
+            fail(f"--{name}={value} is not one of {', '.join(allowed)}")
+    {bool(show): show_main, bool(eval): eval_main, bool(bench): bench_main}.get(True, train_main)()
+
 
 if __name__ == "__main__":
     config = configure(globals())

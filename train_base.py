@@ -21,7 +21,7 @@ import torch
 from eval import evaluate_bpb, write_report
 from gpt import GPT, GPTConfig, complete, model_meta
 from muon import Muon
-from tokenizer import RowLoader, find_tokenizer, load_corpus
+from tokenizer import RowLoader, describe_rows, find_tokenizer, load_corpus
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 # model
@@ -105,6 +105,8 @@ auto(f"{num_steps} steps, {human(tokens)} tokens, {tokens / matmul_params:.1f} p
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
 train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens)
+_, filled, _, cropped = describe_rows(train_docs[0], max_seq_len + 1, split=True)
+auto(f"rows of {max_seq_len} tokens: {filled:.2%} filled, {cropped:.2%} of the tokens cropped (in the first shard)")
 loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev,
                    split=True, seed=seed, state=started and started["loader"])
 batches = iter(loader)

@@ -21,7 +21,7 @@ import torch
 from eval import Mixture, evaluate_bpb, evaluate_chat, make_tasks, write_report
 from gpt import load_model, model_meta
 from muon import Muon
-from tokenizer import RowLoader, describe_block, find_tokenizer, load_corpus, render_blocks
+from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokenizer, load_corpus
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 init_from = ""               # "" = the newest base checkpoint; or a stage, stage/tag, or a checkpoint folder
@@ -71,10 +71,11 @@ if not text_share < 1:
     fail(f"--text_share={text_share} must be less than 1")
 text = parent["text"] if data_dir == "same" else data_dir
 text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1)  # the first shard will do
-blocks, n_blocks = render_blocks(mixture, tok, T + 1, every_token=True, text=text_docs[0], text_share=text_share)
-block_rows, filled, supervised = describe_block(blocks(0, 0), T + 1)
+blocks, n_blocks, epoch = conversation_blocks(mixture, tok, out_dir, dev, T + 1, every_token=True, text=text_docs[0],
+                                              text_share=text_share)  # epoch: tokens
+_, filled, supervised, _ = describe_rows(blocks(0, 0), T + 1, split=False)
 auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, {text_share:.0%} text, "
-     f"about {human(n_blocks * block_rows * T)} tokens; rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
+     f"{human(epoch)} tokens; rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
@@ -86,9 +87,8 @@ optimizer.load_state_dict(load_weights(started or parent, "optim.pt"))  # the mo
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
-epoch = n_blocks * block_rows * T  # tokens
-num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / total_batch_size))
-auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size / epoch:.2f} epochs")
+num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / filled / total_batch_size))
+auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size * filled / epoch:.2f} epochs")
 loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, seed=seed, state=started and started["loader"])
 batches = iter(loader)
 step, metrics = begin(started, run_dir, num_steps)
