@@ -90,7 +90,7 @@ def fail(text):
 def stopped(kind, value, traceback):
     """Ctrl-C is no accident: one sentence instead of a traceback."""
     if issubclass(kind, KeyboardInterrupt):
-        print0("\nstopped; the same command goes on from the last checkpoint, if one was saved (--save_every)", file=sys.stderr)
+        print0("\nstopped; the same command goes on from what was saved last", file=sys.stderr)
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
     sys.__excepthook__(kind, value, traceback)
 

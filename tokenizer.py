@@ -44,7 +44,7 @@ import zipfile
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,7 @@ pattern = "gpt4"         # how text is cut into words before merging: gpt4, or c
 trainer = "python"       # python needs nothing; rust uses rustbpe and gives the same merges
 resume = True            # false: train again even if a sound tokenizer is there, count again what was counted
 eval = False             # instead of training: bytes per token of the tokenizer in out_dir on data_dir, beside GPT-2's vocabulary
-gpt2_dir = ""            # folder with GPT-2's encoder.json and vocab.bpe; "" = let tiktoken download them
+gpt2_dir = ""            # folder with GPT-2's vocab.bpe, for --eval; "" = let tiktoken download it
 show = ""                # instead of training: print the conversations of this .jsonl as they are tokenised
 bench = False            # instead of training: time trainers, encoding and packing; ends with one line of JSON
 
@@ -79,6 +79,7 @@ def is_val(text, share=VAL_SHARE):
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big") % share == 0
 
 
+@cache
 def embedded_documents():
     """What every Python carries: the standard library's sources, Python's help topics, installed packages' documentation.
     One document per file or topic, without duplicates, in an order given by each text's hash: a mixture from the start."""
@@ -191,7 +192,14 @@ def shard_key(shard):
     """What tells one shard's text from another's: the hub's facts about a file, or the hash of what is in it."""
     if isinstance(shard, tuple):
         return json.dumps(shard)
-    return hash_texts(t for t, _ in embedded_documents()) if shard is None else file_sha256(shard)
+    if shard is None:
+        return hash_texts(t for t, _ in embedded_documents())
+    return file_key(shard, Path(shard).stat().st_mtime_ns)
+
+
+@cache
+def file_key(path, _modified):
+    return file_sha256(path)
 
 
 def hash_texts(texts):
@@ -221,7 +229,7 @@ def members(prop, text):
     return matcher.decode(matcher.encode_ordinary(text))
 
 
-@lru_cache
+@cache
 def class_ranges(prop):
     """A property as ranges for a character class of the re module, among the characters of 16 bits."""
     points = map(ord, members(prop, "".join(map(chr, [*range(0xD800), *range(0xE000, 2**16)]))))
@@ -236,7 +244,7 @@ def stand_in(wide):
     return {"HL": "的", "L": "ĸ", "N": "½", "H": "⺀", "HN": "〇", "": "¤"}[facts]
 
 
-@lru_cache
+@cache
 def splitter(pattern):
     """A function from text to the list of its words.
 
@@ -283,7 +291,7 @@ class WordCounter:
 
     def __init__(self, pattern, words=()):
         self.pattern, self.words, self.batch, self.chars = pattern, Counter(words), [], 0
-        self.pool, self.waiting = None, deque()
+        self.pool, self.waiting, self.processes, self.forgetful = None, deque(), min(16, len_cores()), False
 
     def add(self, text):
         self.batch.append(text)
@@ -294,10 +302,10 @@ class WordCounter:
     def submit(self):
         if self.pool is None:
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-            self.pool = ProcessPoolExecutor(len_cores(), context, counting_process, (os.getpid(),))
+            self.pool = ProcessPoolExecutor(self.processes, context, counting_process, (os.getpid(),))
         self.waiting.append(self.pool.submit(count_batch, self.batch, self.pattern))
         self.batch, self.chars = [], 0
-        while len(self.waiting) > len_cores() + 1:
+        while len(self.waiting) > self.processes + 1:
             self.collect()
 
     def collect(self):
@@ -305,11 +313,13 @@ class WordCounter:
             self.words.update(self.waiting.popleft().result())
         except BrokenProcessPool:
             fail("a process that counted words was killed, probably for want of memory; give a smaller --max_chars")
-        floor = 1
-        while len(self.words) > MAX_WORDS:
-            floor += 1
-            self.words = Counter({w: n for w, n in self.words.items() if n >= floor})
-            auto(f"over {human(MAX_WORDS)} different words: those seen fewer than {floor} times so far are forgotten")
+        if len(self.words) > MAX_WORDS:
+            if not self.forgetful:
+                auto(f"over {human(MAX_WORDS)} different words: from here on the rarest are forgotten, to stay within memory")
+            self.forgetful, floor = True, 1
+            while len(self.words) > MAX_WORDS // 2:
+                floor += 1
+                self.words = Counter({w: n for w, n in self.words.items() if n >= floor})
 
     def result(self):
         """All words so far. A little text is counted here: it is not worth starting processes."""
@@ -343,7 +353,8 @@ def training_texts(shards, first=0, chars=0):
 def count_words(shards, state):
     """{word: count} of the training text. What was counted is kept in the file `state` now and then, after a whole shard, and a
     later call goes on from there."""
-    key = json.dumps([PATTERNS[pattern], max_chars, doc_cap, [str(shard) for shard in shards]])
+    stamps = [(s.stat().st_size, s.stat().st_mtime_ns) if isinstance(s, Path) else "" for s in shards]
+    key = json.dumps([PATTERNS[pattern], max_chars, doc_cap, list(map(str, shards)), stamps])
     words, done, chars = load_counts(state, key) if resume else ({}, 0, 0)
     counter, saved, cost, current = WordCounter(PATTERNS[pattern], words), time.time(), 0.0, done
     del words
@@ -558,7 +569,7 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}""".strip()
 
 
-@lru_cache
+@cache
 def byte_alphabet():
     """GPT-2's printable stand-in for each byte, as tokenizer.json files spell tokens: {byte: character}."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -1011,6 +1022,12 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
     train, val, tokens, used, t0 = [], [], 0, 0, time.time()
     with dev.first_per_node():
         shards = find_shards(data_dir, out_dir)
+        first, _ = text_cache(shards[0], tok, out_dir)
+    likely = -(-int(want_tokens) // max(1, sum(first.lengths())))  # as many shards, which the ranks of a node build together
+    for shard in shards[:likely][dev.local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]:
+        text_cache(shard, tok, out_dir)
+    dev.barrier()
+    with dev.first_per_node():
         for shard in shards:
             used += 1
             documents, held_out = text_cache(shard, tok, out_dir)
@@ -1100,11 +1117,11 @@ def train_main():
         fail(f"there is no text in --data_dir={data_dir}")
     if len(ranks) < vocab_size - len(SPECIALS):
         auto(f"the text has no more pairs to merge: the vocabulary is {len(ranks) + len(SPECIALS)} tokens")
+    state.unlink(missing_ok=True)
     tok = Tokenizer(ranks, PATTERNS[pattern])
     if sound and tok.ranks != Tokenizer.load(folder).ranks:
         auto(f"the tokenizer that was there is kept in {put_aside(folder)}")
     tok.save(folder, {**facts, "wanted": vocab_size, "trainer": trainer, "seconds": round(seconds, 2)})
-    state.unlink(missing_ok=True)
     tok = Tokenizer.load(folder)
     for sample in SAMPLES.values():
         assert tok.decode(tok.encode(sample)) == sample, "the tokenizer does not give text back as it was"
@@ -1114,21 +1131,21 @@ def train_main():
 
 
 def gpt2_encoding():
-    """GPT-2's tokenizer as a tiktoken Encoding, or None when its files are neither in gpt2_dir nor to be downloaded."""
+    """GPT-2's tokenizer as a tiktoken Encoding, or None when its files are neither at hand nor to be downloaded."""
     if not gpt2_dir:
         try:
             return tiktoken.get_encoding("gpt2")
         except OSError as e:  # requests' errors are of this kind
-            warn(f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}): give --gpt2_dir=FOLDER with its two files")
+            warn(f"GPT-2's vocabulary cannot be downloaded ({type(e).__name__}): give --gpt2_dir=FOLDER with its vocab.bpe")
             return None
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
-    files = [Path(gpt2_dir) / name for name in ("vocab.bpe", "encoder.json")]
-    for path in files:
-        if not path.is_file():
-            fail(f"--gpt2_dir={gpt2_dir} holds no {path.name}")
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=data_gym_to_mergeable_bpe_ranks(*map(str, files)),
-                             special_tokens={})
+    try:
+        lines = (Path(gpt2_dir) / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
+        back = {c: b for b, c in byte_alphabet().items()}
+        pieces = [bytes([b]) for b in byte_alphabet()] + [bytes(back[c] for c in "".join(line.split())) for line in lines]
+    except (OSError, KeyError) as e:
+        fail(f"--gpt2_dir={gpt2_dir} holds no vocab.bpe as GPT-2 has it ({type(e).__name__})")
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={}, mergeable_ranks={p: i for i, p in enumerate(pieces)})
 
 
 def eval_main():
