@@ -221,6 +221,7 @@ def test_merges_are_rustbpes_when_many_pairs_tie(texts, n):
         assert our_ranks(texts, 256 + n, pattern) == rust_ranks(texts, 256 + n, pattern)
 
 
+@slow
 @needs("rustbpe")
 @pytest.mark.parametrize("name", ["embedded", "random bytes", "dev-text-en", "dev-text-zh"])
 def test_merges_are_rustbpes_on_real_text(name):

@@ -464,52 +464,95 @@ def group_positions(keys, at, weight, floor):
     if not len(kept):
         return []
     begin, end = first.take(kept).tolist(), np.append(first, len(at)).take(kept + 1).tolist()
-    return [(key, n, at[a:b]) for key, n, a, b in zip(keys[begin].tolist(), sums.take(kept).tolist(), begin, end)]
+    return [(key, n, at[a:b]) for key, n, a, b in zip(keys.take(begin).tolist(), sums.take(kept).tolist(), begin, end)]
 
 
 def merge_round(tok, weight, pairs, floor, merges, n_merges, bar):
     """Merge the most frequent pair until none occurs `floor` times; appends to merges and changes tok in place.
 
     A pair's count only ever falls once its tokens exist, so a heap of counts as they were is enough: what comes off it is
-    counted again, and goes back if it has fallen. prv and nxt link each position with its living neighbours.
+    counted again, and goes back if it has fallen.
     """
-    nxt, prv = np.arange(1, len(tok) + 1), np.arange(-1, len(tok) - 1)
+    text = LinkedText(tok, weight, floor)
     heap = [(-count, pair) for pair, (count, _) in pairs.items()]
     heapq.heapify(heap)
     where = {pair: positions for pair, (_, positions) in pairs.items()}
-    right_side = 1 << 24  # added to a neighbour's id to tell (new, neighbour) from (neighbour, new)
     while heap and len(merges) < n_merges:
         count, pair = heapq.heappop(heap)
+        positions, now = text.find(pair, where.pop(pair))
+        if now == -count:
+            merges.append(pair)
+            bar.update(1)
+            found = text.merge(pair, positions, 255 + len(merges))
+        else:
+            found = [(pair, now, positions)] if now >= floor else []
+        for pair, n, positions in found:
+            heapq.heappush(heap, (-n, pair))
+            where[pair] = positions
+
+
+class LinkedText:
+    """All words as tokens that know their living neighbours. Pairs with many positions are handled by numpy, all at once; those
+    with few, which are most, one by one, which is the easier to read. Both see the same memory."""
+    FEW = 24
+
+    def __init__(self, tok, weight, floor):
+        self.tok, self.weight, self.floor = tok, weight, floor
+        self.nxt, self.prv = np.arange(1, len(tok) + 1), np.arange(-1, len(tok) - 1)
+        self.views = [memoryview(array) for array in (tok, weight, self.nxt, self.prv)]  # fast to index one by one
+
+    def find(self, pair, p):
+        """Where a pair is still found among the positions p of its left token. -> (positions, count)"""
         left, right = pair
-        p = where.pop(pair)  # positions of the left token, as they were
-        q = nxt.take(p)
-        still = (tok.take(p) == left) & (tok.take(q) == right)
-        p, q = p[still], q[still]
-        now = int(np.add.reduce(weight.take(p)))
-        if now != -count:
-            if now >= floor:
-                heapq.heappush(heap, (-now, pair))
-                where[pair] = p
-            continue
-        new = 256 + len(merges)
-        merges.append(pair)
-        bar.update(1)
-        if left == right:  # in a run such as aaa the pairs overlap: take every second one from where the run begins
+        if len(p) > self.FEW:
+            p = np.asarray(p)
+            p = p[(self.tok.take(p) == left) & (self.tok.take(self.nxt.take(p)) == right)]
+            return p if len(p) > self.FEW else p.tolist(), int(np.add.reduce(self.weight.take(p)))
+        tok, weight, nxt, _ = self.views
+        p = p if isinstance(p, list) else p.tolist()
+        p = [i for i in p if tok[i] == left and tok[nxt[i]] == right]
+        return p, sum([weight[i] for i in p])
+
+    def merge(self, pair, p, new):
+        """Put the token `new` at the positions p of a pair. -> [(pair, count, positions)] of the frequent pairs this makes"""
+        if len(p) > self.FEW:
+            return self.merge_many(pair, p, new)
+        tok, weight, nxt, prv = self.views
+        done, made = [], {}
+        for i in p:
+            if tok[i] == pair[0]:  # not so in a run such as aaa, where the pair before took this token
+                gone = nxt[i]
+                tok[i], tok[gone] = new, GONE
+                nxt[i] = after = nxt[gone]
+                prv[after] = i
+                done.append(i)
+        for i in done:
+            x, y = tok[prv[i]], tok[nxt[i]]
+            if x != BORDER and x != new:  # (new, new) counts once, from its left half
+                made.setdefault((x, new), []).append(prv[i])
+            if y != BORDER:
+                made.setdefault((new, y), []).append(i)
+        sums = ((pair, sum([weight[i] for i in positions]), positions) for pair, positions in made.items())
+        return [found for found in sums if found[1] >= self.floor]
+
+    def merge_many(self, pair, p, new):
+        tok, nxt, prv = self.tok, self.nxt, self.prv
+        gone = nxt.take(p)
+        if pair[0] == pair[1]:  # in a run such as aaa the pairs overlap: take every second one from where the run begins
             i = np.arange(len(p))
-            begins = np.append(True, q[:-1] != p[1:])
+            begins = np.append(True, gone[:-1] != p[1:])
             every_second = (i - np.maximum.accumulate(np.where(begins, i, 0))) % 2 == 0
-            p, q = p[every_second], q[every_second]
-        after = nxt.take(q)
-        tok[p], tok[q] = new, GONE
+            p, gone = p[every_second], gone[every_second]
+        after = nxt.take(gone)
+        tok[p], tok[gone] = new, GONE
         nxt[p], prv[after] = after, p
         before = prv.take(p)
         x, y = tok.take(before), tok.take(after)
-        has_x, has_y = (x != BORDER) & (x != new), y != BORDER  # (new, new) counts once, from its left half
-        keys = np.concatenate((x[has_x], y[has_y] + right_side)).astype(np.int64)
-        for key, n, positions in group_positions(keys, np.concatenate((before[has_x], p[has_y])), weight, floor):
-            pair = (key, new) if key < right_side else (new, key - right_side)
-            heapq.heappush(heap, (-n, pair))
-            where[pair] = positions
+        has_x, has_y = (x != BORDER) & (x != new), y != BORDER
+        side = 1 << 24  # added to a neighbour's id to tell (new, neighbour) from (neighbour, new)
+        keys = np.concatenate((x[has_x], y[has_y] + side)).astype(np.int64)
+        groups = group_positions(keys, np.concatenate((before[has_x], p[has_y])), self.weight, self.floor)
+        return [((key, new) if key < side else (new, key - side), n, positions) for key, n, positions in groups]
 
 
 def train_ranks(shards, vocab_size, state):
