@@ -88,7 +88,9 @@ def fail(text):
 
 
 def stopped(kind, value, traceback):
-    """Ctrl-C is no accident: one sentence instead of a traceback."""
+    """Ctrl-C is no accident: one sentence instead of a traceback. Nor is a reader, such as head, that has seen enough."""
+    if issubclass(kind, BrokenPipeError):
+        os._exit(141)
     if issubclass(kind, KeyboardInterrupt):
         print0("\nstopped; the same command goes on from what was saved last", file=sys.stderr)
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
@@ -706,7 +708,8 @@ def hub_files(repo, home):
 def hub_fetch(repo, path, out_dir, facts):
     """Download one file of a hub dataset into out_dir/data under the hub's own name, unless it is there. -> Path
 
-    Resumes a half download by Range, checks size and SHA-256, renames when whole. One process per node calls it."""
+    Resumes a half download by Range, checks size and SHA-256, renames when whole. No two processes may fetch the same
+    file at once."""
     final = Path(out_dir) / "data" / repo / path
     if final.exists() and final.stat().st_size == facts["size"]:
         return final

@@ -353,12 +353,17 @@ def test_transformers_renders_conversations_to_the_same_ids(tok, tmp_path):
     tok.save(tmp_path, {})
     hf = AutoTokenizer.from_pretrained(tmp_path)
     made = [t(split, 30) for t in evaluation.RULE_TASKS.values() for split in ("train", "test")]
-    for c in [CONVERSATION, *conversations(20), *(task[i] for task in made for i in range(30))]:
+    two = [{"type": "text", "text": "def "}, {"type": "text", "text": "inition"}]  # one text, not two
+    joined = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": two}]}
+    for c in [CONVERSATION, joined, *conversations(20), *(task[i] for task in made for i in range(30))]:
         ids, mask = tok.render_conversation(c)
         theirs = hf.apply_chat_template(c["messages"], return_dict=True, return_assistant_tokens_mask=True)
         assert theirs["input_ids"] == ids and theirs["assistant_masks"] == mask
         prompt = hf.apply_chat_template(c["messages"][:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
         assert prompt == tok.render_for_completion(c)
+    for wrong in ([{"role": "system", "content": "a"}], [{"role": "assistant", "content": "a"}]):
+        with pytest.raises(Exception, match="must be followed|take turns"):
+            hf.apply_chat_template(wrong)
 
 
 def test_a_damaged_tokenizer_is_refused(tok, tmp_path, capsys):
@@ -402,7 +407,10 @@ def test_another_tokenizer_is_kept_aside_and_found_again(tmp_path, texts):
     first = Tokenizer.load(tmp_path / "tokenizer").hash
     assert "already trained" in run(*args, "--vocab_size=400").out
     assert "tokenizer.old1" in run(*args, "--vocab_size=300").out
-    assert Tokenizer.load(tmp_path / "tokenizer.old1").hash == first != Tokenizer.load(tmp_path / "tokenizer").hash
+    second = Tokenizer.load(tmp_path / "tokenizer").hash
+    assert "tokenizer.old2" in run(*args, "--vocab_size=300", "--pattern=cjk").out  # the same merges, another file
+    hashes = [Tokenizer.load(tmp_path / f"tokenizer{suffix}").hash for suffix in (".old1", ".old2", "")]
+    assert hashes[:2] == [first, second] and len(set(hashes)) == 3
 
 
 def test_a_checkpoint_refuses_another_tokenizer_and_says_where_its_own_is(tok, tmp_path, capsys):
@@ -455,6 +463,7 @@ def test_rendering_and_its_mask(tok):
         ([{"role": "assistant", "content": "hi"}], "take turns"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "image", "text": ""}]}], "type 'image'"),
         ([{"role": "user", "content": None}], "neither text"),
+        ([{"role": "user", "content": 5}], "neither text"),
         ([{"role": "system", "content": "a"}], "followed by a user"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -564,12 +573,32 @@ def test_one_plain_text_file_is_enough(tok, tmp_path, capsys):
     assert "two documents" in capsys.readouterr().err
 
 
+def write_parquet(path, **columns):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[10:60] = bytes(50)
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     "make, says",
     [
         (lambda p: None, "not a folder"),
         (lambda p: p.mkdir(), "holds no"),
+        (lambda p: (p.mkdir(), (p / "x.txt").mkdir()), "holds no"),
         (lambda p: (p.mkdir(), (p / "x.jsonl").write_text("{}")), "line 1"),
+        (lambda p: write_parquet(p / "x.parquet", words=["a"]), "no column `text`, only words"),
+        (lambda p: write_parquet(p / "x.parquet", text=[1, 2]), "does not hold text"),
+        (lambda p: damage(write_parquet(p / "x.parquet", text=["some text"] * 9)), "not a sound parquet"),
+        (lambda p: (p.mkdir(), (p / "x.parquet").write_text("no")), "not a sound parquet"),
     ],
 )
 def test_unusable_text_is_one_sentence(tmp_path, capsys, make, says):
@@ -578,6 +607,27 @@ def test_unusable_text_is_one_sentence(tmp_path, capsys, make, says):
         for shard in tokenizer_module.find_shards(str(tmp_path / "d"), tmp_path):
             list(tokenizer_module.read_shard(shard, tmp_path))
     assert e.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_corpus_is_as_large_as_wanted_and_blank_documents_do_not_count(tok, tmp_path, capsys):
+    corpus = tmp_path / "c"
+    corpus.mkdir()
+    (corpus / "00.jsonl").write_text('{"text": "ab"}\n{"text": ""}\n{"text": " \\n "}\n')
+    for i in range(1, 9):
+        (corpus / f"{i:02}.jsonl").write_text("\n".join(json.dumps({"text": f"{i} {j} " + "word " * 20}) for j in range(300)))
+    train, val = tokenizer_module.load_corpus(str(corpus), tmp_path, tok, CPU, 1000)
+    assert "2 of 9 shards" in capsys.readouterr().out and len(list((tmp_path / "data" / "tokens").iterdir())) == 2
+    assert sum(map(len, train)) + len(val) == 301 and val
+    (corpus / "09.txt").write_text("\n" * 9000)
+    assert list(tokenizer_module.read_shard(corpus / "09.txt", tmp_path)) == []
+    few = tmp_path / "few"
+    few.mkdir()
+    for i in range(3):
+        (few / f"{i}.txt").write_text(f"a short text {i}")
+    train, val = tokenizer_module.load_corpus(str(few), tmp_path, tok, CPU, 10**9)
+    assert len(train) == 2 and len(val) == 1
+    both = tokenizer_module.find_shards(f"{few},{corpus}", tmp_path)
+    assert [s.parent.name for s in both[:4]] == ["few", "c", "few", "c"] and len(both) == 13
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -674,8 +724,13 @@ def test_the_token_cache_is_keyed_by_text_safe_and_mended(tok, tmp_path, capsys)
     threads = [threading.Thread(target=cached) for _ in range(4)]
     [t.start() for t in threads], [t.join() for t in threads]
     assert (folder / "ids.bin").stat().st_mtime_ns == stamp, "it was built again"
-    (folder / "ids.bin").write_bytes(b"12")  # a copy that broke off
-    assert sorted(cached()) == sorted(texts) and "damaged" in capsys.readouterr().out
+    for name, data in (("ids.bin", b"12"), ("starts.npy", b"PK\3\4"), ("notes.npy", b""), ("mask.bin", b"1")):  # copies broken off
+        (folder / name).write_bytes(data)
+        assert sorted(cached()) == sorted(texts) and "damaged" in capsys.readouterr().out
+    path.rename(path := tmp_path / "a.jsonl")  # the same bytes, read in another way
+    with pytest.raises(SystemExit):
+        cached()
+    path.rename(path := tmp_path / "a.txt")
     path.write_text(path.read_text().replace("text", "TEXT"))
     assert "TEXT" in cached()[0] and len(list(folder.parent.iterdir())) == 2
     shutil.rmtree(folder.parent)

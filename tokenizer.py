@@ -1,9 +1,9 @@
 """
 How does text become tokens, and tokens become rows of a batch?
 
-Five parts, in order: where text comes from (a folder, a hub dataset, or what this Python installation carries), the
-byte-level BPE that is trained on it, the tokenizer and its file, the chat template with its loss mask, and the packing of
-token sequences into rows. Below them what the command line offers:
+In order: where text comes from (a folder, a hub dataset, or what this Python installation carries), how it is cut into words,
+the byte-level BPE that is trained on them, the tokenizer with its file and chat template, the packing of token sequences into
+rows, and the cache of tokenised text. Last what the command line offers:
 
     python tokenizer.py                                 # train on the embedded text -> out/tokenizer/tokenizer.json
     python tokenizer.py --data_dir=my_texts             # on a folder of .parquet, .jsonl or .txt files
@@ -16,7 +16,7 @@ token sequences into rows. Below them what the command line offers:
 Reads text; writes out_dir/tokenizer/: tokenizer.json (the Hugging Face tokenizers format, never a pickle), its checksum in
 tokenizer.meta.json, and tokenizer_config.json, the chat template for transformers and vLLM.
 """
-from common import (auto, command, configure, fail, file_sha256, hub_fetch, hub_files, human, len_cores, need, print0,
+from common import (Device, auto, command, configure, fail, file_sha256, hub_fetch, hub_files, human, len_cores, need, print0,
                     progress, put_aside, seal, warn, write_atomic)
 
 import bisect
@@ -31,6 +31,7 @@ import json
 import multiprocessing
 import os
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -58,7 +59,7 @@ out_dir = "out"          # the tokenizer goes to out_dir/tokenizer
 max_chars = 50_000_000   # characters to train on
 doc_cap = 20_000         # characters of one document that count
 pattern = "gpt4"         # how text is cut into words before merging: gpt4, or cjk (runs of Han characters are cut too)
-trainer = "python"       # python needs nothing; rust uses rustbpe and gives the same merges
+trainer = "python"       # python needs nothing; rust uses rustbpe, the merges are the same
 resume = True            # false: train again even if a sound tokenizer is there, count again what was counted
 eval = False             # instead of training: bytes per token of the tokenizer in out_dir on data_dir, beside GPT-2's vocabulary
 gpt2_dir = ""            # folder with GPT-2's vocab.bpe, for --eval; "" = let tiktoken download it
@@ -122,14 +123,18 @@ def find_shards(data_dir, out_dir):
         return [None]
     if "," in data_dir and not Path(data_dir).exists():
         corpora = [find_shards(d.strip(), out_dir) for d in data_dir.split(",") if d.strip()]
+        if not corpora:
+            fail(f"--data_dir={data_dir} names nothing")
         return [shard for turn in itertools.zip_longest(*corpora, fillvalue="") for shard in turn if shard != ""]
     folder = Path(data_dir)
     if folder.is_dir():
-        shards = sorted(p for s in TEXT_SUFFIXES for p in folder.rglob(f"*{s}"))
+        shards = sorted(p for s in TEXT_SUFFIXES for p in folder.rglob(f"*{s}") if p.is_file())
         if not shards:
             fail(f"--data_dir={data_dir} holds no {', '.join(TEXT_SUFFIXES)} file")
         return shards
     if folder.is_file():
+        if folder.suffix not in TEXT_SUFFIXES:
+            fail(f"--data_dir={data_dir} is no {', '.join(TEXT_SUFFIXES)} file")
         return [folder]
     local = folder.parent.is_dir() and folder.parent != Path(".")  # a folder beside it exists: a slip, not a dataset
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data_dir) and not local:
@@ -150,38 +155,42 @@ def read_shard(shard, out_dir):
         pq = need("pyarrow.parquet", "reading parquet")
         try:
             file = pq.ParquetFile(path)
+            if "text" not in file.schema_arrow.names:
+                fail(f"{path} has no column `text`, only {', '.join(file.schema_arrow.names)}")
+            columns = [c for c in ("text", "source") if c in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=512, columns=columns):
+                for row in batch.to_pylist():
+                    if not isinstance(row["text"] or "", str):
+                        fail(f"the column `text` of {path} does not hold text")
+                    if row["text"] and not row["text"].isspace():
+                        yield row["text"], str(row.get("source") or path.stem)
         except (ValueError, OSError) as e:  # pyarrow's errors are of these kinds
             fail(f"{path} is not a sound parquet file ({e})")
-        if "text" not in file.schema_arrow.names:
-            fail(f"{path} has no column `text`, only {', '.join(file.schema_arrow.names)}")
-        columns = [c for c in ("text", "source") if c in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=512, columns=columns):
-            for row in batch.to_pylist():
-                if row["text"]:
-                    yield row["text"], row.get("source") or path.stem
     elif path.suffix == ".jsonl":
-        with open(path, encoding="utf-8", errors="replace") as f:
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
             for n, line in enumerate(f, 1):
                 if not line.strip():
                     continue
                 try:
                     text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     text = None
                 if not isinstance(text, str):
                     fail(f"{path} line {n} is not a JSON object with a `text`")
-                yield text.encode("utf-8", "replace").decode(), path.stem  # half an emoji cannot be encoded
+                if text and not text.isspace():
+                    yield text.encode("utf-8", "replace").decode(), path.stem  # half an emoji cannot be encoded
     else:  # plain text: cut at empty lines into documents of some length, so that one big file can be split too
-        with open(path, encoding="utf-8", errors="replace") as f:
-            document, size = [], 0
+        document, size = [], 0
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
             while line := f.readline(TXT_DOCUMENT):  # a piece of a line, when lines are long
                 document.append(line)
                 size += len(line)
                 if size > 20 * TXT_DOCUMENT or (size > TXT_DOCUMENT and line == "\n"):
-                    yield "".join(document).rstrip("\n"), path.stem
+                    if text := "".join(document).rstrip("\n"):
+                        yield text, path.stem
                     document, size = [], 0
-            if "".join(document).strip():
-                yield "".join(document).rstrip("\n"), path.stem
+        if text := "".join(document).rstrip("\n"):
+            yield text, path.stem
 
 
 def shard_name(shard):
@@ -199,7 +208,7 @@ def shard_key(shard):
 
 @cache
 def file_key(path, _modified):
-    return file_sha256(path)
+    return Path(path).suffix + file_sha256(path)  # the same bytes are another text under another suffix
 
 
 def hash_texts(texts):
@@ -215,11 +224,11 @@ def hash_texts(texts):
 # GPT-4's splitting pattern, but numbers in groups of at most two digits: better for small vocabularies. A word is a run of
 # letters with the one space or sign before it; Chinese has no spaces, so there it is a whole clause.
 GPT4 = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
-# The same, but Han characters are apart from other letters, at most eight of them in a word. [^\P{L}\p{Han}]: other letters.
+# The same, but Han characters are apart from other letters, in words of at most eight. [^\P{L}\p{Han}]: letters, not Han.
 CJK = GPT4.replace(r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"[^\r\n\p{L}\p{N}]?+[^\P{L}\p{Han}]+|[^\r\n\p{L}\p{N}]?\p{Han}{1,8}")
 PATTERNS = {"gpt4": GPT4, "cjk": CJK}
 BATCH_CHARS = 4_000_000  # characters that a process counts at a time
-MAX_WORDS = 5_000_000  # different words kept in memory; beyond that the rarest are forgotten
+MAX_WORDS = 5_000_000  # different words kept in memory; beyond that the rarest are forgotten, and merges are nearly the best
 SAVE_SECONDS = 5  # counting is saved after the first shard that ends so long after the last time
 
 
@@ -309,10 +318,7 @@ class WordCounter:
             self.collect()
 
     def collect(self):
-        try:
-            self.words.update(self.waiting.popleft().result())
-        except BrokenProcessPool:
-            fail("a process that counted words was killed, probably for want of memory; give a smaller --max_chars")
+        self.words.update(self.waiting.popleft().result())
         if len(self.words) > MAX_WORDS:
             if not self.forgetful:
                 auto(f"over {human(MAX_WORDS)} different words: from here on the rarest are forgotten, to stay within memory")
@@ -367,6 +373,8 @@ def count_words(shards, state):
             current, chars = number, chars + len(text)
             counter.add(text)
         return counter.result()
+    except BrokenProcessPool:
+        fail("a process that counted words was killed, probably for want of memory; give a smaller --max_chars")
     finally:
         counter.close()
 
@@ -389,7 +397,7 @@ def load_counts(path, key):
                 return dict(zip(words, saved["counts"].tolist())), done, chars
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as e:
         warn(f"{path} is damaged ({type(e).__name__}): counting from the beginning")
     return {}, 0, 0
 
@@ -579,6 +587,8 @@ def ranks_of(merges):
 # ---------------------------------------------------------------------------------------------------------------------
 SPECIALS = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
             "output_start", "output_end"]
+# The parts of an assistant's message: what special tokens stand around them, and whether they are trained on.
+PARTS = {"text": (None, 1), "python": ("python", 1), "python_output": ("output", 0)}
 
 # What render_conversation does, for transformers, vLLM and others. {% generation %} marks what the assistant says: there the
 # mask is 1. (Text that spells a special token becomes that token in those libraries; here it stays text.)
@@ -601,14 +611,17 @@ CHAT_TEMPLATE = r"""
         {{- '<|output_start|>' + part['text'] + '<|output_end|>' -}}
       {%- elif part['type'] == 'python' -%}
         {%- generation -%}{{- '<|python_start|>' + part['text'] + '<|python_end|>' -}}{%- endgeneration -%}
-      {%- else -%}
+      {%- elif part['type'] == 'text' -%}
         {%- generation -%}{{- part['text'] -}}{%- endgeneration -%}
+      {%- else -%}
+        {{- raise_exception('a part is text, python or python_output') -}}
       {%- endif -%}
     {%- endfor -%}
     {%- generation -%}{{- '<|assistant_end|>' -}}{%- endgeneration -%}
     {%- set ns.turn = ns.turn + 1 -%}
   {%- endif -%}
 {%- endfor -%}
+{%- if ns.system -%}{{- raise_exception('a system message must be followed by a user message') -}}{%- endif -%}
 {%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}""".strip()
 
 
@@ -734,26 +747,33 @@ class Tokenizer:
         assistant's content is text or a list of parts {"type": "text" | "python" | "python_output", "text"}.
         """
         out = [(self.bos, 0)]
+
+        def say(text, trained):
+            if not isinstance(text, str):
+                raise ValueError("a message's content is neither text nor parts with a text")
+            if isinstance(out[-1][0], str):  # two parts of text in a row are one text
+                out[-1] = (out[-1][0] + text, trained)
+            else:
+                out.append((text, trained))
+
         for i, (role, content) in enumerate(normalized_messages(conversation)):
             if role != ("user", "assistant")[i % 2]:
                 raise ValueError(f"message {i} is from {role!r}; users and assistants take turns")
             if role == "user":
-                out += [(self.user_start, 0), (content, 0), (self.user_end, 0)]
+                out.append((self.user_start, 0))
+                say(content, 0)
+                out.append((self.user_end, 0))
                 continue
             out.append((self.assistant_start, 0))
-            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                kind, text = part["type"], part["text"]
-                if kind == "text":
-                    out.append((text, 1))
-                elif kind == "python":
-                    out += [(self.python_start, 1), (text, 1), (self.python_end, 1)]
-                elif kind == "python_output":  # the tool speaks, not the assistant
-                    out += [(self.output_start, 0), (text, 0), (self.output_end, 0)]
-                else:
-                    raise ValueError(f"message {i} has a part of type {kind!r}; there are text, python and python_output")
+            for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+                kind = part["type"]
+                if kind not in PARTS:
+                    raise ValueError(f"message {i} has a part of type {kind!r}; there are {', '.join(PARTS)}")
+                bracket, trained = PARTS[kind]
+                out += [(self.special[f"{bracket}_start"], trained)] if bracket else []
+                say(part["text"], trained)
+                out += [(self.special[f"{bracket}_end"], trained)] if bracket else []
             out.append((self.assistant_end, 1))
-        if not all(isinstance(x, (int, str)) for x, _ in out):
-            raise ValueError("a message's content is neither text nor parts with a text")
         return out
 
     def render_conversation(self, conversation, max_tokens=None):
@@ -919,10 +939,10 @@ def describe_rows(block, capacity, split):
     lengths = lengths_of(block)
     rows = pack_rows(lengths, capacity, split)
     if not rows:
-        return 0, 0.0, 0.0, 0.0
+        return 0, 1.0, 0.0, 0.0
     filled = sum(stop - start + (start > 0) for row in rows for _, start, stop in row)
     used = filled - sum(start > 0 for row in rows for _, start, _ in row)
-    masks = [s[1] for s in block if isinstance(s, tuple)]
+    masks = [] if isinstance(block, Sequences) else [s[1] for s in block if isinstance(s, tuple)]
     unscored = sum(len(m) - int(m.sum()) for m in masks)
     places = len(rows) * capacity
     return len(rows), filled / places, (filled - unscored) / places, 1 - used / sum(lengths)
@@ -945,9 +965,9 @@ class RowLoader:
         empty = 0  # blocks in a row
         while True:
             sequences = self.blocks(self.state["block"], self.state["epoch"])
-            empty = 0 if len(sequences) else empty + 1
-            assert empty <= self.n_blocks, "a whole epoch held no sequence"
             packed = pack_rows(lengths_of(sequences), self.T + 1, self.split)
+            empty = 0 if packed else empty + 1
+            assert empty <= self.n_blocks, "a whole epoch held no sequence"
             order = np.random.default_rng([self.seed, self.state["epoch"], self.state["block"]]).permutation(len(packed))
             while self.state["row"] < len(packed):
                 self.state["row"] += 1
@@ -972,7 +992,8 @@ class RowLoader:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The token cache: out_dir/data/tokens/<key>/ holds sequences as one array of ids on disk, mapped into memory when read. The key
-# is a hash of the text and of the tokenizer. A folder appears whole or not at all, whoever else builds it at the same time.
+# is a hash of the text (of a hub's file: its name, size and checksum) and of the tokenizer. A folder appears whole or not at
+# all, whoever else builds it at the same time; the sizes of its files are checked when it is used.
 # ---------------------------------------------------------------------------------------------------------------------
 class Sequences:
     """Sequences of tokens in a cache folder: [i] is ids, or (ids, mask) with `scored`. chosen: which of them, None = all."""
@@ -1000,42 +1021,47 @@ class Sequences:
         return (self.starts[self.chosen + 1] - self.starts[self.chosen]).tolist()
 
 
-def write_sequences(folder, dtype, batches):
+def write_sequences(folder, dtype, batches, scored=False):
     """Build a cache folder, batch by batch, unless it is there and sound. batches: an iterable of lists of (ids, mask, note);
-    mask is None or says which tokens are scored, note is a number kept beside the sequence."""
-    if sound_cache(folder, dtype):
+    mask says which tokens are scored, note is a number kept beside the sequence."""
+    if sound_cache(folder, dtype, scored):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    for leftover in folder.parent.glob(f"{folder.name}.*"):  # of a process that was killed
+        if time.time() - leftover.stat().st_mtime > 86400:
+            shutil.rmtree(leftover, ignore_errors=True)
+    building = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    building.mkdir()
     damaged = building.with_name(f"{building.name}.damaged")
     starts, notes = [0], []
     try:
         with open(building / "ids.bin", "wb") as ids_file, open(building / "mask.bin", "wb") as mask_file:
             for ids, mask, note in itertools.chain.from_iterable(batches):
                 ids_file.write(np.array(ids, dtype=dtype).tobytes())
-                mask_file.write(b"" if mask is None else bytes(mask))
+                mask_file.write(bytes(mask) if scored else b"")
                 starts.append(starts[-1] + len(ids))
                 notes.append(note)
         np.save(building / "starts.npy", np.array(starts))
         np.save(building / "notes.npy", np.array(notes, dtype=np.int64))
-        if folder.exists() and not sound_cache(folder, dtype):
-            warn(f"{folder} is damaged and made anew")
-            os.replace(folder, damaged)
         with contextlib.suppress(OSError):  # somebody else was first
+            if folder.exists() and not sound_cache(folder, dtype, scored):
+                warn(f"{folder} is damaged and made anew")
+                os.replace(folder, damaged)
             os.rename(building, folder)
     finally:
         for leftover in (building, damaged):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def sound_cache(folder, dtype):
+def sound_cache(folder, dtype, scored):
     """Whether a cache folder is there and its files have the sizes they should."""
     try:
         starts, notes = np.load(folder / "starts.npy"), np.load(folder / "notes.npy")
         ids, mask = ((folder / name).stat().st_size for name in ("ids.bin", "mask.bin"))
-    except (OSError, ValueError, EOFError):
+        size = int(starts[-1])
+    except (OSError, ValueError, EOFError, IndexError, TypeError, zipfile.BadZipFile):
         return False
-    return len(notes) == len(starts) - 1 and ids == int(starts[-1]) * np.dtype(dtype).itemsize and mask in (0, int(starts[-1]))
+    return len(notes) == len(starts) - 1 and ids == size * np.dtype(dtype).itemsize and mask == (size if scored else 0)
 
 
 def cache_folder(out_dir, tok, *key):
@@ -1065,24 +1091,26 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
     train, val, tokens, used, t0 = [], [], 0, 0, time.time()
     with dev.first_per_node():
         shards = find_shards(data_dir, out_dir)
-        first, _ = text_cache(shards[0], tok, out_dir)
-    likely = -(-int(want_tokens) // max(1, sum(first.lengths())))  # as many shards, which the ranks of a node build together
-    for shard in shards[:likely][dev.local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]:
-        text_cache(shard, tok, out_dir)
-    dev.barrier()
-    with dev.first_per_node():
-        for shard in shards:
-            used += 1
-            documents, held_out = text_cache(shard, tok, out_dir)
-            train += [documents] if len(documents) else []
-            val += [held_out[i] for i in range(len(held_out))]
-            tokens += sum(documents.lengths())
-            if tokens >= want_tokens and val:
-                break  # the same first validation documents for every stage, however much it trains on
-    if not val and train and len(train[0]) > 1:
-        n = max(1, len(train[0]) // 20)
-        val, train[0] = [train[0][i] for i in range(len(train[0]) - n, len(train[0]))], train[0][:-n]
-        auto(f"so few documents that none fell to validation: the last {n} of {n + len(train[0])} serve")
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    while used < len(shards) and not (tokens >= want_tokens and val):
+        if used % ranks_here == 0:  # the ranks of a node build one shard each; what fails there, all meet and rank 0 names below
+            with contextlib.suppress(SystemExit):
+                for shard in shards[used : used + ranks_here][dev.local_rank : dev.local_rank + 1]:
+                    text_cache(shard, tok, out_dir)
+            dev.barrier()
+        documents, held_out = text_cache(shards[used], tok, out_dir)
+        used += 1
+        train += [documents] if len(documents) else []
+        val += [held_out[i] for i in range(len(held_out))]  # the same first ones for every stage, however much it trains on
+        tokens += sum(documents.lengths())
+    if not val and train and len(train) + len(train[0]) > 2:
+        if len(train[0]) > 1:
+            n = max(1, len(train[0]) // 20)
+            held_out, train[0] = train[0][-n:], train[0][:-n]
+        else:
+            held_out = train.pop()
+        val = [held_out[i] for i in range(len(held_out))]
+        auto(f"so few documents that none fell to validation: {len(val)} of {len(val) + sum(map(len, train))} serve")
     if not train or not val:
         fail(f"the text of --data_dir={data_dir!r} is too little to train on: give at least two documents "
              "(a .txt file is cut at empty lines)")
@@ -1106,13 +1134,13 @@ def conversation_blocks(conversations, tok, out_dir, dev, capacity, every_token,
             for at in progress(range(0, len(conversations), 512), desc="tokenising conversations", unit="batch"):
                 yield tok.render_batch([conversations[i] for i in range(at, min(at + 512, len(conversations)))], capacity)
 
-        write_sequences(folder, dtype, batches())
+        write_sequences(folder, dtype, batches(), scored=True)
     cached = Sequences(folder, dtype, scored=True)
-    tokens, lost = int(cached.starts[-1]), np.load(folder / "notes.npy")
-    if lost.any() or not all(cached.lengths()):
-        auto(f"of {len(cached)} conversations {(lost > 0).sum()} are longer than a row of {capacity} tokens and cut to it "
-             f"({lost.sum() / (tokens + lost.sum()):.2%} of all tokens); {cached.lengths().count(0)} are left out: nothing of "
-             "the assistant's is in reach, or they are malformed")
+    tokens, kept, lost = int(cached.starts[-1]), np.diff(cached.starts) > 0, np.load(folder / "notes.npy")
+    if lost.any() or not kept.all():
+        auto(f"of {len(cached)} conversations {(lost[kept] > 0).sum()} are longer than a row of {capacity} tokens and cut to it "
+             f"({lost.sum() / (tokens + lost.sum()):.2%} of all tokens are cropped); {(~kept).sum()} are left out: they are "
+             "malformed, or have no word of the assistant's within reach")
     if not tokens:
         fail(f"no conversation has anything to learn from in its first {capacity - 1} tokens: "
              "train the base model with a longer --max_seq_len")
@@ -1146,10 +1174,13 @@ SAMPLES = {"English": "A language model assigns probabilities to sequences of wo
 def train_main():
     folder = Path(out_dir) / "tokenizer"
     facts = {"data_dir": data_dir, "max_chars": max_chars, "doc_cap": doc_cap, "pattern": PATTERNS[pattern]}
-    if vocab_size < 256 + len(SPECIALS) + 1:
-        fail(f"--vocab_size={vocab_size} is too small: 256 bytes and {len(SPECIALS)} specials come first")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        fail(f"--out_dir={out_dir} cannot be written to ({type(e).__name__})")
     old = read_sidecar(folder) if (folder / "tokenizer.json").exists() else {}
     sound = old and file_sha256(folder / "tokenizer.json") == old["sha256"]
+    sound = sound and (folder / "tokenizer_config.json").exists()
     if resume and sound and {**old, **facts} == old and old["wanted"] == vocab_size:
         auto(f"{folder}/tokenizer.json is already trained with these knobs; --resume=0 trains it again")
         return
@@ -1162,8 +1193,10 @@ def train_main():
         auto(f"the text has no more pairs to merge: the vocabulary is {len(ranks) + len(SPECIALS)} tokens")
     state.unlink(missing_ok=True)
     tok = Tokenizer(ranks, PATTERNS[pattern])
-    if sound and tok.ranks != Tokenizer.load(folder).ranks:
-        auto(f"the tokenizer that was there is kept in {put_aside(folder)}")
+    if sound:
+        before = Tokenizer.load(folder)
+        if (tok.ranks, tok.pattern) != (before.ranks, before.pattern):
+            auto(f"the tokenizer that was there is kept in {put_aside(folder)}")
     tok.save(folder, {**facts, "wanted": vocab_size, "trainer": trainer, "seconds": round(seconds, 2)})
     tok = Tokenizer.load(folder)
     for sample in SAMPLES.values():
@@ -1186,19 +1219,20 @@ def gpt2_encoding():
         lines = (Path(gpt2_dir) / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]
         back = {c: b for b, c in byte_alphabet().items()}
         pieces = [bytes([b]) for b in byte_alphabet()] + [bytes(back[c] for c in "".join(line.split())) for line in lines]
-    except (OSError, KeyError) as e:
-        fail(f"--gpt2_dir={gpt2_dir} holds no vocab.bpe as GPT-2 has it ({type(e).__name__})")
+        assert len(set(pieces)) == 50256
+    except (OSError, KeyError, ValueError, AssertionError):
+        fail(f"--gpt2_dir={gpt2_dir} holds no vocab.bpe as GPT-2 has it: 50,000 merges under a line with the version")
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, special_tokens={}, mergeable_ranks={p: i for i, p in enumerate(pieces)})
 
 
 def eval_main():
-    """Bytes per token by source, on the validation documents of data_dir (or, of few documents, on all)."""
+    """Bytes per token by source, on the validation documents of each file of data_dir (or, where there are none, on all of it)."""
     tok, gpt2 = find_tokenizer(out_dir), gpt2_encoding()
     documents = []
     for shard in find_shards(data_dir, out_dir):
         share = VAL_SHARE if shard else VAL_SHARE_EMBEDDED
         found = list(progress(read_shard(shard, out_dir), desc=shard_name(shard), unit="doc"))
-        documents += [d for d in found if is_val(d[0], share)] or found
+        documents += [d for d in found if is_val(d[0], share)] or found  # (reads all of a file, keeps what it needs)
     groups = {}
     for text, source in documents:
         han = len(re.findall("[\u4e00-\u9fff]", text)) > 0.2 * len(text)
@@ -1223,14 +1257,14 @@ def show_main():
     names = {i: f"<|{name}|>" for name, i in tok.special.items()}
     if not Path(show).is_file():
         fail(f"there is no file {show}")
-    with open(show, encoding="utf-8") as f:
+    with open(show, encoding="utf-8-sig", errors="replace") as f:
         for n, line in enumerate(f, 1):
             if not line.strip():
                 continue
             try:
                 data = json.loads(line)
                 ids, mask = tok.render_conversation({"messages": data} if isinstance(data, list) else data)
-            except (ValueError, KeyError, TypeError) as e:
+            except (ValueError, KeyError, TypeError, RecursionError) as e:
                 fail(f'{show} line {n} is not a conversation ({e}): write {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
             out = ""
             for (trained, special), run in itertools.groupby(zip(ids, mask), lambda im: (im[1], im[0] in names)):
@@ -1241,25 +1275,24 @@ def show_main():
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
-RIVALS = {"python": "ours", "rust": "rustbpe", "hf": "tokenizers"}
+RIVALS = {"python": ("tokenizer", ""), "rust": ("rustbpe", "rustbpe_"), "hf": ("tokenizers", "tokenizers_")}  # module, JSON prefix
 
 
 def bench_child(kind):
     """Train once, in a process of its own; prints the seconds."""
-    shards, t0 = find_shards(data_dir, out_dir), time.perf_counter()
+    shards, size, t0 = find_shards(data_dir, out_dir), vocab_size - len(SPECIALS), time.perf_counter()
     if kind == "hf":
         from tokenizers import Regex, Tokenizer as HF, models, pre_tokenizers, trainers
         hf = HF(models.BPE())
         hf.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated"),
                                                     pre_tokenizers.ByteLevel(False, use_regex=False)])
         hf.train_from_iterator((text for _, text in training_texts(shards)), trainers.BpeTrainer(
-            vocab_size=vocab_size - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-        size = hf.get_vocab_size()
+            vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     else:
         globals()["trainer"] = kind
         with tempfile.TemporaryDirectory() as folder:
-            size = len(train_ranks(shards, vocab_size - len(SPECIALS), Path(folder) / "counting.npz"))
-    print(json.dumps({"seconds": time.perf_counter() - t0, "tokens": size}))
+            train_ranks(shards, size, Path(folder) / "counting.npz")
+    print(json.dumps(time.perf_counter() - t0))
 
 
 def tree_memory(pid):
@@ -1274,10 +1307,9 @@ def tree_memory(pid):
 
 
 def bench_trainer(kind, watch):
-    """-> (seconds, peak MiB or None) of one training run; `watch` memory in runs that are not timed, since looking costs time"""
+    """-> seconds of one training run, or peak MiB with `watch`: not both, since looking costs time"""
     code = "import sys, common, tokenizer as t; kind = sys.argv.pop(1); common.configure(vars(t)); t.bench_child(kind)"
-    here = str(Path(__file__).resolve().parent)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])}
     with subprocess.Popen([sys.executable, "-c", code, kind, *sys.argv[1:]], stdout=subprocess.PIPE, text=True, env=env) as child:
         peak = 0.0
         while watch and child.poll() is None:
@@ -1285,66 +1317,81 @@ def bench_trainer(kind, watch):
             time.sleep(0.05)
         out, _ = child.communicate()
     if child.returncode:
-        fail(f"the {kind} trainer failed")
-    return json.loads(out.splitlines()[-1])["seconds"], peak or None
+        fail(f"the {kind} trainer failed, see above")
+    return peak if watch else json.loads(out.splitlines()[-1])
 
 
 def bench_main(repeats=5):
-    kinds = [k for k in RIVALS if k == "python" or importlib.util.find_spec(RIVALS[k])]
-    seconds, peak, result = {k: [] for k in kinds}, {}, {}
-    for turn in progress(range(repeats + 1), desc="training", unit="round"):  # in turn: a busy moment hits all
-        for k in kinds:
-            t, memory = bench_trainer(k, watch=turn == repeats)
-            seconds[k] += [t] if turn < repeats else []
-            peak[k] = memory
-    for k, prefix in (("python", ""), ("rust", "rustbpe_"), ("hf", "tokenizers_")):
-        result[f"{prefix}train_s"] = round(statistics.median(seconds[k]), 2) if k in kinds else None
-        result[f"{prefix}peak_mb"] = k in kinds and peak[k] and round(peak[k])
-        if k in kinds:
-            print0(f"training, {RIVALS[k]:10} {result[prefix + 'train_s']:8.2f} s (median of {repeats})   "
-                   f"peak {result[prefix + 'peak_mb']} MB   {result[prefix + 'train_s'] / result['train_s']:.2f} x ours")
+    shards, result = find_shards(data_dir, out_dir), {}
+    if next(training_texts(shards), None) is None:
+        fail(f"there is no text in --data_dir={data_dir}")
+    kinds = [k for k, (module, _) in RIVALS.items() if importlib.util.find_spec(module)]
+    times = {k: [] for k in kinds}
+    for _ in progress(range(repeats), desc="training", unit="round"):
+        for k in kinds:  # in turn: a busy moment hits all
+            times[k].append(bench_trainer(k, watch=False))
+    for k, (module, prefix) in RIVALS.items():
+        found = k in kinds
+        result[f"{prefix}train_s"] = round(statistics.median(times[k]), 2) if found else None
+        result[f"{prefix}peak_mb"] = round(bench_trainer(k, watch=True)) or None if found else None
+        if found:
+            print0(f"training, {module:10} {result[f'{prefix}train_s']:8.2f} s (median of {repeats})   peak "
+                   f"{result[f'{prefix}peak_mb']} MB   {result[f'{prefix}train_s'] / result['train_s']:.2f} x our time")
     with tempfile.TemporaryDirectory() as folder:
-        shards = find_shards(data_dir, out_dir)
         tok = Tokenizer(train_ranks(shards, vocab_size - len(SPECIALS), Path(folder) / "counting.npz"), PATTERNS[pattern])
         tok.save(folder, {})
         texts = [t for _, t in itertools.islice(training_texts(shards), 4000)]
         coders = {"": tok.encode_batch, "tiktoken_one_thread_": lambda batch: list(map(tok.encode, batch))}
-        if importlib.util.find_spec("tokenizers"):
+        if "hf" in kinds:
             from tokenizers import Tokenizer as HF
             coders["tokenizers_"] = HF.from_file(f"{folder}/tokenizer.json").encode_batch
         for prefix, encode in coders.items():
-            times = []
+            seconds = []
             for _ in range(3):
                 t0 = time.perf_counter()
                 encode(texts)
-                times.append(time.perf_counter() - t0)
-            result[f"{prefix}encode_mb_per_s"] = round(sum(len(t.encode()) for t in texts) / 1e6 / statistics.median(times), 2)
-        result["pack_tok_per_s"], result["pack_filled"], result["pack_cropped"] = bench_packing(tok, shards, folder)
-    for name in ("encode_mb_per_s", "tiktoken_one_thread_encode_mb_per_s", "tokenizers_encode_mb_per_s", "pack_tok_per_s"):
-        print0(f"{name:36} {result.get(name)}")
+                seconds.append(time.perf_counter() - t0)
+            result[f"{prefix}encode_mb_per_s"] = round(sum(len(t.encode()) for t in texts) / 1e6 / statistics.median(seconds), 2)
+        result.update(bench_packing(tok, texts, Path(folder) / "cache"))
+    for name, value in result.items():
+        if "train" not in name and "peak" not in name:
+            print0(f"{name:36} {value}")
     print0(json.dumps({**result, "vocab_size": vocab_size, "max_chars": max_chars, "cores": len_cores()}))
 
 
-def bench_packing(tok, shards, folder, T=2048, B=8, seconds=3.0):
-    """-> (tokens per second in rows of T + 1, from the cache on one core; share of positions filled; share of tokens cropped)"""
-    from common import Device
+def bench_packing(tok, texts, folder, T=2048, B=8, limit=3.0):
+    """Rows of T + 1 from the cache on one core: tokens per second, share of positions filled, share of tokens cropped."""
     dev = Device(torch.device("cpu"), "cpu", "cpu", torch.float32, 0, 0, 1)
     torch.set_num_threads(1)
-    documents, _ = text_cache(shards[0], tok, folder)
+    write_sequences(folder, "uint32", [[([tok.bos, *ids], None, 0) for ids in tok.encode_batch(texts)]])
+    documents = Sequences(folder, "uint32")
     batches = iter(RowLoader(lambda block, epoch: documents, 1, T, B, tok, dev, split=True))
     next(batches)
     n, t0 = 0, time.perf_counter()
-    while time.perf_counter() - t0 < seconds:
+    while (seconds := time.perf_counter() - t0) < limit:
         n += next(batches)[0].numel()
     _, filled, _, cropped = describe_rows(documents, T + 1, split=True)
-    return round(n / (time.perf_counter() - t0)), round(filled, 5), round(cropped, 5)
+    return {"pack_tok_per_s": round(n / seconds), "pack_filled": round(filled, 5), "pack_cropped": round(cropped, 5)}
 
 
 def main():
     for name, value, allowed in (("pattern", pattern, tuple(PATTERNS)), ("trainer", trainer, ("python", "rust"))):
         if value not in allowed:
             fail(f"--{name}={value} is not one of {', '.join(allowed)}")
-    {bool(show): show_main, bool(eval): eval_main, bool(bench): bench_main}.get(True, train_main)()
+    if vocab_size < 256 + len(SPECIALS) + 1:
+        fail(f"--vocab_size={vocab_size} is too small: 256 bytes and {len(SPECIALS)} specials come first")
+    if not max_chars or not doc_cap:
+        fail("--max_chars and --doc_cap must be at least 1")
+    if bool(show) + eval + bench > 1:
+        fail("--show, --eval and --bench exclude each other")
+    if show:
+        show_main()
+    elif eval:
+        eval_main()
+    elif bench:
+        bench_main()
+    else:
+        train_main()
 
 
 if __name__ == "__main__":
