@@ -431,14 +431,14 @@ def train_bpe(counts, n_merges):
     while len(merges) < n_merges and floor != 1:
         alive = (tok != GONE).nonzero()[0]
         tok, weight = tok[alive], weight[alive]
-        pairs, floor = frequent_pairs(tok, weight, 256 + len(merges), floor)
-        merge_round(tok, weight, pairs, floor, merges, n_merges, bar)
+        found, floor = frequent_pairs(tok, weight, 256 + len(merges), floor)
+        merge_round(LinkedText(tok, weight, floor), found, merges, n_merges, bar)
     bar.close()
     return merges
 
 
 def frequent_pairs(tok, weight, n_tokens, floor):
-    """-> {(left, right): (count, positions)} of the pairs that occur `floor` times or more, and the floor, now lower."""
+    """-> [(pair, count, positions)] of the pairs that occur at least `floor` times, and the floor, now lower."""
     at = ((tok[:-1] != BORDER) & (tok[1:] != BORDER)).nonzero()[0]
     keys = tok[at].astype(np.int64) * n_tokens + tok[at + 1]
     if n_tokens <= 2048:  # few enough tokens for a table of all pairs
@@ -451,7 +451,7 @@ def frequent_pairs(tok, weight, n_tokens, floor):
         chosen = (single[tok[at]] >= floor) & (single[tok[at + 1]] >= floor)
     floor = max(1, floor)
     groups = group_positions(keys[chosen], at[chosen], weight, floor)
-    return {(key // n_tokens, key % n_tokens): (count, positions) for key, count, positions in groups}, floor
+    return [(divmod(key, n_tokens), count, positions) for key, count, positions in groups], floor
 
 
 def group_positions(keys, at, weight, floor):
@@ -475,17 +475,19 @@ def group_positions(keys, at, weight, floor):
     return [(key, n, at[a:b]) for key, n, a, b in zip(keys.take(begin).tolist(), sums.take(kept).tolist(), begin, end)]
 
 
-def merge_round(tok, weight, pairs, floor, merges, n_merges, bar):
-    """Merge the most frequent pair until none occurs `floor` times; appends to merges and changes tok in place.
+def merge_round(text, found, merges, n_merges, bar):
+    """Merge the most frequent pair of `text` until none is frequent; appends to merges. found: [(pair, count, positions)]
 
     A pair's count only ever falls once its tokens exist, so a heap of counts as they were is enough: what comes off it is
     counted again, and goes back if it has fallen.
     """
-    text = LinkedText(tok, weight, floor)
-    heap = [(-count, pair) for pair, (count, _) in pairs.items()]
-    heapq.heapify(heap)
-    where = {pair: positions for pair, (_, positions) in pairs.items()}
-    while heap and len(merges) < n_merges:
+    heap, where = [], {}
+    while True:
+        for pair, count, positions in found:
+            heapq.heappush(heap, (-count, pair))
+            where[pair] = positions
+        if not heap or len(merges) == n_merges:
+            return
         count, pair = heapq.heappop(heap)
         positions, now = text.find(pair, where.pop(pair))
         if now == -count:
@@ -493,10 +495,7 @@ def merge_round(tok, weight, pairs, floor, merges, n_merges, bar):
             bar.update(1)
             found = text.merge(pair, positions, 255 + len(merges))
         else:
-            found = [(pair, now, positions)] if now >= floor else []
-        for pair, n, positions in found:
-            heapq.heappush(heap, (-n, pair))
-            where[pair] = positions
+            found = [(pair, now, positions)] if now >= text.floor else []
 
 
 class LinkedText:
