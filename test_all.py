@@ -626,6 +626,12 @@ def test_a_corpus_is_as_large_as_wanted_and_blank_documents_do_not_count(tok, tm
         (few / f"{i}.txt").write_text(f"a short text {i}")
     train, val = tokenizer_module.load_corpus(str(few), tmp_path, tok, CPU, 10**9)
     assert len(train) == 2 and len(val) == 1
+    (few / "1.jsonl").write_text("[]")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        tokenizer_module.load_corpus(str(few / "1.jsonl"), tmp_path, tok, CPU, 10**9)
+    assert "line 1" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    (few / "1.jsonl").unlink()
     both = tokenizer_module.find_shards(f"{few},{corpus}", tmp_path)
     assert [s.parent.name for s in both[:4]] == ["few", "c", "few", "c"] and len(both) == 13
 

@@ -1092,8 +1092,8 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
         shards = find_shards(data_dir, out_dir)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     while used < len(shards) and not (tokens >= want_tokens and val):
-        if used % ranks_here == 0:  # the ranks of a node build one shard each; what fails there, all meet and rank 0 names below
-            with contextlib.suppress(SystemExit):
+        if used % ranks_here == 0:  # the ranks of a node build one shard each; what fails on others, rank 0 meets and names below
+            with contextlib.suppress(*[SystemExit] if dev.local_rank else []):
                 for shard in shards[used : used + ranks_here][dev.local_rank : dev.local_rank + 1]:
                     text_cache(shard, tok, out_dir)
             dev.barrier()
