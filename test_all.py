@@ -411,6 +411,9 @@ def test_another_tokenizer_is_kept_aside_and_found_again(tmp_path, texts):
     assert "tokenizer.old2" in run(*args, "--vocab_size=300", "--pattern=cjk").out  # the same merges, another file
     hashes = [Tokenizer.load(tmp_path / f"tokenizer{suffix}").hash for suffix in (".old1", ".old2", "")]
     assert hashes[:2] == [first, second] and len(set(hashes)) == 3
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()  # incomplete, but it may be a checkpoint's
+    assert "tokenizer.old3" in run(*args, "--vocab_size=290").out
+    assert Tokenizer.load(tmp_path / "tokenizer.old3").hash == hashes[2]
 
 
 def test_a_checkpoint_refuses_another_tokenizer_and_says_where_its_own_is(tok, tmp_path, capsys):

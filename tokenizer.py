@@ -295,8 +295,8 @@ def counting_process(parent):
 
 
 class WordCounter:
-    """Counts words in as many processes as there are cores. Memory stays bounded: so many batches are under way, and so many
-    words are kept. The processes are forked where that is possible, since a fresh one would have to import torch."""
+    """Counts words in as many processes as there are cores, at most 16. Memory stays bounded: so many batches are under way,
+    and so many words are kept. The processes are forked where that is possible, since a fresh one would have to import torch."""
 
     def __init__(self, pattern, words=()):
         self.pattern, self.words, self.batch, self.chars = pattern, Counter(words), [], 0
@@ -941,7 +941,8 @@ def describe_rows(block, capacity, split):
         return 0, 1.0, 0.0, 0.0
     filled = sum(stop - start + (start > 0) for row in rows for _, start, stop in row)
     used = filled - sum(start > 0 for row in rows for _, start, _ in row)
-    masks = [] if isinstance(block, Sequences) else [s[1] for s in block if isinstance(s, tuple)]
+    plain = isinstance(block, Sequences) and block.mask is None
+    masks = [] if plain else [s[1] for s in block if isinstance(s, tuple)]
     unscored = sum(len(m) - int(m.sum()) for m in masks)
     places = len(rows) * capacity
     return len(rows), filled / places, (filled - unscored) / places, 1 - used / sum(lengths)
@@ -1097,7 +1098,8 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
                 for shard in shards[used : used + ranks_here][dev.local_rank : dev.local_rank + 1]:
                     text_cache(shard, tok, out_dir)
             dev.barrier()
-        documents, held_out = text_cache(shards[used], tok, out_dir)
+        with dev.first_per_node():
+            documents, held_out = text_cache(shards[used], tok, out_dir)
         used += 1
         train += [documents] if len(documents) else []
         val += [held_out[i] for i in range(len(held_out))]  # the same first ones for every stage, however much it trains on
@@ -1123,7 +1125,7 @@ def conversation_blocks(conversations, tok, out_dir, dev, capacity, every_token,
     """A dataset of conversations as blocks for RowLoader. -> (blocks, n_blocks, tokens in an epoch)
 
     every_token: all tokens are scored (mid-training), else the assistant's (SFT). A conversation longer than a row is cut
-    to it; one that has nothing to score is left out. text: documents of which random pieces are mixed in, as text_share of
+    to it; one without a word of the assistant's is left out. text: documents of which random pieces are mixed in, as text_share of
     all tokens. A block is large, so that its last row, which may not be full, hardly counts."""
     with dev.first_per_node():
         digest = hash_texts(json.dumps(conversations[i]["messages"], ensure_ascii=False) for i in range(len(conversations)))
@@ -1179,8 +1181,8 @@ def train_main():
         fail(f"--out_dir={out_dir} cannot be written to ({type(e).__name__})")
     old = read_sidecar(folder) if (folder / "tokenizer.json").exists() else {}
     sound = old and file_sha256(folder / "tokenizer.json") == old["sha256"]
-    sound = sound and (folder / "tokenizer_config.json").exists()
-    if resume and sound and {**old, **facts} == old and old["wanted"] == vocab_size:
+    whole = sound and (folder / "tokenizer_config.json").exists()
+    if resume and whole and {**old, **facts} == old and old.get("wanted") == vocab_size:
         auto(f"{folder}/tokenizer.json is already trained with these knobs; --resume=0 trains it again")
         return
     t0, state = time.time(), folder / "counting.npz"
