@@ -25,17 +25,54 @@ import platform
 import random
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 # --- before torch is imported ----------------------------------------------------------------------------------------
-if importlib.util.find_spec("torch_npu") or os.environ.get("ASCEND_HOME_PATH"):
-    os.environ.setdefault("TASK_QUEUE_ENABLE", "2")  # two-level launch queue, the documented setting for training
-    os.environ.setdefault("HCCL_CONNECT_TIMEOUT", "600")  # seconds; slow starts of many ranks outlast the default 120
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # newer torch_npu reads both and refuses to start when both are set
-        os.environ.setdefault("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+ASCEND = bool(importlib.util.find_spec("torch_npu") or os.environ.get("ASCEND_HOME_PATH"))
+DEBUGGING = {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "0", "ASCEND_GLOBAL_LOG_LEVEL": "1"}  # true stacks, and slow
+DEBUG_NPU = any(re.fullmatch(r"--?debug[-_]npu(=(?i:1|true|yes|on))?", arg) for arg in sys.argv[1:])
+
+
+def ascend_card(devices="/sys/bus/pci/devices"):
+    """'910A', '910B', '910C' or '310P' by the accelerators' PCI ids, which is all there is before torch; "" = cannot be told."""
+    known = {"0xd801": "910A", "0xd802": "910B", "0xd803": "910C", "0xd500": "310P"}
+    for vendor in Path(devices).glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == "0x19e5" and (card := known.get(vendor.with_name("device").read_text().strip())):
+                return card
+    return ""
+
+
+def ascend_environment(card, debug=False, env=os.environ, script=sys.argv[0]):
+    """The variables that production wants on this card, or the debugging ones. What the user has set stays. The README says for
+    each variable of common lore why it is here or not. -> those set now, as a dict"""
+    if debug:
+        wanted = dict(DEBUGGING)
+    else:
+        wanted = {"HCCL_CONNECT_TIMEOUT": "600"}  # seconds; slow starts of many ranks outlast the default 120
+        if card in ("910B", "910C", ""):
+            wanted["TASK_QUEUE_ENABLE"] = "2"  # two-level launch queue, documented for training on these
+            wanted["CPU_AFFINITY_CONF"] = "1"  # each process to the cores near its card
+            if "PYTORCH_ALLOC_CONF" not in env:  # newer torch_npu reads both and refuses to start when both are set
+                wanted["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:True"
+    if int(env.get("WORLD_SIZE", 1)) > 1 and env.get("MASTER_PORT", "").isdigit():
+        # Two jobs on one host collide on HCCL's default ports, and so do two stages in a row while the old sockets linger.
+        stages, stem = ("train_base", "train_mid", "train_sft", "train_rl", "eval"), Path(script).stem
+        stage = stages.index(stem) if stem in stages else len(stages)
+        first = 20000 + (int(env["MASTER_PORT"]) * 7 + stage) % 599 * 20  # 20000 to 31979: below what the kernel hands out
+        if card in ("910A", "310P"):
+            wanted["HCCL_IF_BASE_PORT"] = str(first)
+        else:
+            wanted["HCCL_HOST_SOCKET_PORT_RANGE"] = wanted["HCCL_NPU_SOCKET_PORT_RANGE"] = f"{first}-{first + 19}"
+    fresh = {name: value for name, value in wanted.items() if name not in env}
+    env.update(fresh)
+    return fresh
 
 
 def tune_malloc():
@@ -55,11 +92,27 @@ if sys.platform == "linux":
     # as long (measured: 7.4 s instead of 0.7 s; with a short spin 1.8 s, and no slower on an idle machine).
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import numpy as np  # noqa: E402
+ASCEND_SET = ascend_environment(ascend_card(), DEBUG_NPU) if ASCEND else {}
+# torch loads torch_npu by itself, and cannot be imported at all where torch_npu is there and CANN is not. So: by hand.
+AUTOLOAD = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+if ASCEND:
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
 import requests  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
+
+NPU_ERROR = ""  # why torch_npu, which is installed, cannot be used
+if ASCEND:
+    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    if AUTOLOAD is not None:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = AUTOLOAD
+    if importlib.util.find_spec("torch_npu") and AUTOLOAD != "0":
+        try:
+            import torch_npu  # noqa: F401
+        except (ImportError, RuntimeError, OSError) as e:
+            NPU_ERROR = f"{type(e).__name__}: {e}"
 
 RANK = int(os.environ.get("RANK", 0))  # set by torchrun
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -88,12 +141,18 @@ def fail(text):
 
 
 def stopped(kind, value, traceback):
-    """Ctrl-C is no accident: one sentence instead of a traceback. Nor is a reader, such as head, that has seen enough."""
+    """Ctrl-C is no accident: one sentence instead of a traceback. Nor is a reader, such as head, that has seen enough, nor a
+    rank that lost its fellows: the one that failed has said why."""
     if issubclass(kind, BrokenPipeError):
         os._exit(141)
     if issubclass(kind, KeyboardInterrupt):
         print0("\nstopped; the same command goes on from what was saved last", file=sys.stderr)
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
+    lost = re.search(r"onnection (closed|reset|refused)|Broken pipe|HCCL|NCCL|hccl api failed", str(value))
+    if issubclass(kind, RuntimeError) and WORLD_SIZE > 1 and lost:
+        why = str(value).splitlines()[0]
+        sys.stderr.write(f"error: rank {RANK} lost touch with another rank, whose own message counts ({why})\n")
+        os._exit(1)
     sys.__excepthook__(kind, value, traceback)
 
 
@@ -208,11 +267,21 @@ def configure(g, argv=None):
 
 
 # --- device and ranks ------------------------------------------------------------------------------------------------
-# Peak dense matmul TFLOP/s (bf16, or fp16 where there is no bf16) by a piece of the device's name. Sources: vendor data
-# sheets; Ascend as reported by users of public nanochat ports. First match wins.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121,
-               "4090": 165, "3090": 71, "V100": 125, "T4": 65, "Ascend910B3": 313, "Ascend910B": 376, "Ascend910_93": 376,
-               "Ascend910": 256, "Ascend310P": 70}
+# A piece of the device's name: (peak dense TFLOP/s in bf16, or fp16 where there is no bf16; memory, GB; bandwidth, TB/s). First
+# match wins. NVIDIA: vendor's data sheets. Ascend: cube cores x 8192 FLOP x clock (CANN's platform files); memory and bandwidth
+# as published, where sources disagree (1.2 or 1.6 TB/s on 910B) the higher. An Ascend910_93xx device is one of the 910C's two dies.
+CARDS = {"h200": (989, 141, 4.8), "h100": (989, 80, 3.35), "h800": (989, 80, 3.35), "b200": (2250, 180, 7.7),
+         "a100": (312, 80, 2.0), "a800": (312, 80, 2.0), "l40s": (362, 48, 0.86), "l40": (181, 48, 0.86), "l4": (121, 24, 0.3),
+         "4090": (165, 24, 1.0), "3090": (71, 24, 0.94), "v100": (125, 32, 0.9), "t4": (65, 16, 0.32),
+         "910b1": (364, 64, 1.6), "910b2": (354, 64, 1.6), "910b3": (295, 64, 1.6), "910b4": (270, 32, 0.8), "910b": (354, 64, 1.6),
+         "910_93": (376, 64, 1.6), "910c": (376, 64, 1.6), "910": (256, 32, None), "310p": (70, 24, 0.2)}
+FIRST_910 = ("Ascend910", "Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA")  # sic: plain 910B too
+
+
+def card_facts(name):
+    """(TFLOP/s, GB, TB/s) of a card by its name as the device or a person gives it; Nones where it is not known."""
+    name = "910" if name in FIRST_910 else name.lower()
+    return next((facts for piece, facts in CARDS.items() if piece in name), (None, None, None))
 
 
 @dataclass
@@ -225,6 +294,7 @@ class Device:
     rank: int
     local_rank: int
     world_size: int
+    memory: int = 0  # bytes; only of a device that is planned for, not there
 
     @property
     def is_main(self):
@@ -237,22 +307,27 @@ class Device:
         return {"cpu": (512, 2**12), "mps": (512, 2**14)}.get(self.type, (2048, 0))
 
     def autocast(self):
+        """Entered before every forward pass, and so also the sign of life that the watchdog looks for."""
+        Watchdog.beat()
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.type, dtype=self.dtype)
 
     def sum(self, value):
-        """Sum over ranks of a number or a tensor (in place). SUM only: HCCL and gloo do not average reliably."""
-        if torch.is_tensor(value):
-            if self.world_size > 1:
+        """Sum over ranks: of a tensor on the device in place, of a number or a list of numbers through the host, which no device
+        need wait for. SUM only: HCCL and gloo do not average reliably."""
+        if not torch.is_tensor(value):
+            if self.world_size == 1:
+                return value
+            whole = all(isinstance(v, int) for v in (value if isinstance(value, list) else [value]))
+            return self.sum(torch.tensor(value, dtype=torch.int64 if whole else torch.float64)).tolist()
+        if self.world_size > 1:
+            with Watchdog.waiting():
                 dist.all_reduce(value)
-            return value
-        kind = torch.int64 if isinstance(value, int) else torch.float32  # no fp64 on an NPU
-        return self.sum(torch.tensor(value, dtype=kind, device=self.device)).item()
+        return value
 
     def barrier(self):
-        if self.world_size > 1:
-            self.sum(0)  # an all_reduce that is waited for: unlike barrier(), alike on every backend
+        self.sum(0)
 
     @contextlib.contextmanager
     def first_per_node(self):
@@ -267,36 +342,80 @@ class Device:
     def hardware(self):
         return f"{self.world_size} x {self.name} ({self.type})"
 
+    @property
+    def module(self):
+        """torch.npu, torch.cuda or torch.mps; None on the CPU."""
+        return None if self.type == "cpu" else torch.get_device_module(self.device)
+
     def synchronize(self):
-        if self.type != "cpu":
-            torch.get_device_module(self.device).synchronize()
+        if self.module:
+            self.module.synchronize()
+
+    def empty_cache(self):
+        if self.module:
+            self.module.empty_cache()
+
+    def overflowed(self):
+        """Whether a number left fp16's range since the last call: 910A and 310P saturate, so that no inf gives it away."""
+        if self.type != "npu" or self.dtype != torch.float16 or not no_bf16(self.name):
+            return False
+        flag = bool(self.module.get_npu_overflow_flag())
+        self.module.clear_npu_overflow_flag()
+        return flag
 
     def peak_memory_gb(self):
         """Peak memory held since the start, GiB: the allocator's on a device, the process's on CPU."""
-        module = None if self.type == "cpu" else torch.get_device_module(self.device)
-        if hasattr(module, "max_memory_allocated"):
-            return module.max_memory_allocated() / 2**30
+        if hasattr(self.module, "max_memory_allocated"):
+            return self.module.max_memory_allocated() / 2**30
         if sys.platform == "win32":
             return 0.0
         import resource
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
+    def free_memory(self):
+        """Bytes that can still be had on this device, by this rank alone. On the CPU the ranks of a node share it."""
+        if self.memory:
+            return self.memory
+        if hasattr(self.module, "mem_get_info"):
+            cached = self.module.memory_reserved() - self.module.memory_allocated()
+            return self.module.mem_get_info()[0] + cached
+        if self.type == "mps":
+            return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return host_memory()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
     def peak_flops(self):
         """Peak FLOP/s of one device at its compute dtype, None if unknown. For the CPU: measured once, now."""
         if self.type == "cpu":
-            return matmul_flops(self.dtype, seconds=0.5)
-        found = next((t for n, t in PEAK_TFLOPS.items() if n.lower() in self.name.lower()), None)
-        return found * 1e12 if found and self.dtype != torch.float32 else None
+            return matmul_flops(torch.device("cpu"), self.dtype, seconds=0.5)
+        tflops = card_facts(self.name)[0]
+        return tflops * 1e12 if tflops and self.dtype != torch.float32 else None
 
 
-def matmul_flops(dtype, n=1024, seconds=0.2):
-    """Measured FLOP/s of an (n, n) matmul on the CPU: the best of several, since others may be using the machine."""
-    a, best, end = torch.randn(n, n).to(dtype), 0.0, time.perf_counter() + seconds
+def host_memory():
+    """(available, total) bytes of main memory for this process: of the machine, or of its cgroup where that is less."""
+    free = total = 2**62
+    with contextlib.suppress(OSError, ValueError):
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(facts[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, used))
+            free, total = min(free, limit - used), min(total, limit)
+    return (free, total) if total < 2**62 else (4 * 2**30, 8 * 2**30)  # macOS, Windows: a careful guess
+
+
+def matmul_flops(device, dtype, n=1024, seconds=0.2):
+    """Measured FLOP/s of an (n, n) matmul: the best of several, since others may be using the machine."""
+    a, best, end = torch.randn(n, n, device=device).to(dtype), 0.0, time.perf_counter() + seconds
+    repeats = 1 if device.type == "cpu" else 20  # launched together, so that the launch is not what is measured
+    sync = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
     while time.perf_counter() < end:
         t0 = time.perf_counter()
-        a @ a
-        best = max(best, 2 * n**3 / (time.perf_counter() - t0))
+        for _ in range(repeats):
+            a @ a
+        sync()
+        best = max(best, repeats * 2 * n**3 / (time.perf_counter() - t0))
     return best
 
 
@@ -313,27 +432,50 @@ def find_devices():
     return found
 
 
+def no_bf16(name):
+    """Whether an Ascend card is of the generation before bf16. Asked by name: nothing has to be initialised for it."""
+    return name in FIRST_910 or name.startswith("Ascend310")
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
 def choose_dtype(kind, name, wanted):
-    """-> (dtype, why). bf16 only where the hardware computes it: emulated bf16 is slower than fp32."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if wanted in dtypes:
-        return dtypes[wanted], "as asked"
+    """-> (dtype, why). What the hardware really computes: emulated bf16 is slower than fp32, and fp16 needs a loss scale."""
+    if wanted in DTYPES:
+        return DTYPES[wanted], "as asked"
     if wanted != "auto":
-        fail(f"--dtype={wanted} is not one of auto, {', '.join(dtypes)}")
+        fail(f"--dtype={wanted} is not one of auto, {', '.join(DTYPES)}")
     if kind == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        has = major >= 8  # is_bf16_supported() says yes to emulation too
-        return (torch.bfloat16, f"sm_{major}{minor}") if has else (torch.float32, f"sm_{major}{minor} has no bf16")
+        major, minor = torch.cuda.get_device_capability()  # is_bf16_supported() says yes to emulation too
+        best = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
+        return best, f"sm_{major}{minor}" + ("" if major >= 8 else ": no bf16" if major >= 7 else ": neither bf16 nor fast fp16")
     if kind == "npu":
-        old = name.startswith(("Ascend310", "Ascend910A", "Ascend910Pro")) or name in ("Ascend910", "Ascend910B")
-        return (torch.float32, f"{name} has no bf16") if old else (torch.bfloat16, name)
+        return (torch.float16, f"{name} has no bf16") if no_bf16(name) else (torch.bfloat16, name)
     if kind == "cpu":
         if not {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu_info("flags", "Features").split()):
             return torch.float32, "this CPU has no bf16 instructions"
-        speeds = [[matmul_flops(dtype, seconds=0.1) for dtype in (torch.float32, torch.bfloat16)] for _ in range(3)]  # in turn:
+        cpu = torch.device("cpu")
+        speeds = [[matmul_flops(cpu, t, seconds=0.1) for t in (torch.float32, torch.bfloat16)] for _ in range(3)]  # in turn:
         f32, b16 = map(max, zip(*speeds))  # a busy moment hits both
         return (torch.bfloat16 if b16 > 1.3 * f32 else torch.float32), f"bf16 matmul runs at {b16 / f32:.1f} x fp32 here"
     return torch.float32, "the safe choice on mps"
+
+
+def planned_device(name, ranks, dtype="auto"):
+    """A Device that is not there, or this machine's without a process group, to plan a run for."""
+    name = name or next(iter(find_devices()))
+    kind = "npu" if name.lower().startswith(("910", "310", "ascend", "npu")) else name if name in ("cpu", "cuda") else "cuda"
+    here = name == kind and kind in find_devices()
+    if here and kind != "cpu":
+        name = torch.get_device_module(kind).get_device_name(0)
+    tflops, gigabytes, _ = card_facts(name)
+    if not here and not tflops:
+        fail(f"--plan_device={name} is not known here: take one of {', '.join(CARDS)}, or cpu")
+    old = kind == "npu" and (no_bf16(name) or name.lower().startswith(("910a", "310")))
+    chosen = torch.float32 if name == "cpu" else torch.float16 if old or name.lower() in ("v100", "t4") else torch.bfloat16
+    memory = host_memory()[0] // ranks if kind == "cpu" else int(gigabytes * 1e9 * 0.97)  # the driver keeps some
+    return Device(torch.device("meta"), kind, name, DTYPES.get(dtype, chosen), 0, 0, ranks, memory)
 
 
 def setup(device_type="auto", dtype="auto", seed=42):
@@ -343,9 +485,12 @@ def setup(device_type="auto", dtype="auto", seed=42):
     if kind not in ("npu", "cuda", "mps", "cpu"):
         fail(f"--device_type={device_type} is not one of auto, npu, cuda, mps, cpu")
     if kind not in found:
-        more = " (torch_npu is not installed)" if kind == "npu" and not importlib.util.find_spec("torch_npu") else ""
-        fail(f"--device_type={kind}, but torch sees only {', '.join(found)} here{more}; "
+        more = f" (torch_npu cannot be used: {NPU_ERROR})" if NPU_ERROR else (
+            " (torch_npu is not installed)" if not importlib.util.find_spec("torch_npu") else "")
+        fail(f"--device_type={kind}, but torch sees only {', '.join(found)} here{more if kind == 'npu' else ''}; "
              f"leave the knob out to use {next(iter(found))}")
+    if NPU_ERROR and device_type == "auto":
+        warn(f"torch_npu is installed but cannot be used ({NPU_ERROR}): python common.py says what to do")
     local = int(os.environ.get("LOCAL_RANK", 0))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if kind in ("npu", "cuda"):
@@ -359,13 +504,21 @@ def setup(device_type="auto", dtype="auto", seed=42):
         device, name = torch.device(kind), cpu_info("model name") or platform.processor() or platform.machine()
         if kind == "cpu" and local_world > 1:  # torchrun sets OMP_NUM_THREADS=1, whatever the machine
             torch.set_num_threads(max(1, len_cores() // local_world))
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        backend = {"npu": "hccl", "cuda": "nccl"}.get(kind, "gloo")
-        # Ranks wait while one of them downloads. HCCL derives its own time-out and is better left to it.
-        more = {} if kind == "npu" else {"timeout": datetime.timedelta(hours=2)}
-        dist.init_process_group(backend, **more, **({"device_id": device} if kind == "cuda" else {}))
+    if kind == "npu":
+        if ASCEND_SET:
+            auto("set for Ascend: " + " ".join(f"{k}={v}" for k, v in ASCEND_SET.items()))
+        if no_bf16(name):
+            module.set_compile_mode(jit_compile=False)  # else each new shape is compiled on these cards
+        slow = [f"{k}={v}" for k, v in DEBUGGING.items() if os.environ.get(k) == v]
+        if slow and not DEBUG_NPU:
+            warn(f"{' '.join(slow)} makes training slow: meant for debugging, unset it")
     if kind == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        # Numbers and decisions go through gloo on the host, tensors through the device's own library. The time-out is long because
+        # ranks wait while one of them downloads; what hangs is the watchdog's business.
+        backend = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}.get(kind, "gloo")
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
     dtype, why = choose_dtype(kind, name, dtype)
     if WORLD_SIZE > 1:  # a probe may end differently on two ranks
         box = [dtype]
@@ -393,25 +546,177 @@ def len_cores():
 
 
 def cleanup():
+    Watchdog.start(0)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def split_batch(total_batch_size, T, device_batch_size, dev, model):
-    """How a step's tokens are divided: -> (rows per device and pass, passes, tokens per step as it comes out).
+def compiled(model, wanted, dev):
+    """The model to train with: through torch.compile where that helps and works, else as it is. wanted: auto, true or false."""
+    word = str(wanted).lower()
+    if word not in ("auto", "true", "false", "1", "0"):
+        fail(f"--compile={wanted} is not one of auto, true, false")
+    use = word in ("true", "1")
+    if word == "auto":  # on NPUs it needs triton-ascend and is young, on CPUs it takes a minute to win a little
+        use = dev.type == "cuda" and importlib.util.find_spec("triton") is not None
+        if use:
+            torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
+    if use:
+        auto("torch.compile is on: the first step takes minutes; --compile=false turns it off")
+    return torch.compile(model, dynamic=False) if use else model
 
-    device_batch_size 0 chooses: on a CPU what stays in its caches, else as many rows as the model's size allows."""
+
+# --- what can go wrong while training ----------------------------------------------------------------------------------
+class Watchdog:
+    """A thread that looks whether this rank still gives signs of life, and ends it with its stack when it does not, so that
+    torchrun can start the ranks again. A rank that only waits for others gives them twice the time to report themselves."""
+    seconds, last, waits, thread = 0.0, 0.0, False, None
+
+    @classmethod
+    def start(cls, minutes):
+        cls.seconds = 60 * minutes
+        cls.beat()
+        if cls.seconds and not cls.thread:
+            cls.thread = threading.Thread(target=cls.watch, args=(threading.main_thread().ident,), daemon=True)
+            cls.thread.start()
+
+    @classmethod
+    def beat(cls):
+        cls.last = time.monotonic()
+
+    @classmethod
+    @contextlib.contextmanager
+    def waiting(cls):
+        """Inside, this rank waits for the others."""
+        cls.beat()
+        cls.waits = True
+        yield
+        cls.waits = False
+        cls.beat()
+
+    @classmethod
+    def watch(cls, main):
+        while True:
+            time.sleep(min(5.0, max(0.05, cls.seconds / 20)))
+            silent = time.monotonic() - cls.last
+            if cls.seconds and silent > cls.seconds * (2 if cls.waits else 1):
+                doing = "has waited for the other ranks" if cls.waits else "hangs: no sign of life"
+                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                sys.stderr.write(f"error: rank {RANK} of {WORLD_SIZE} (process {os.getpid()} on {platform.node()}) {doing} for "
+                                 f"{silent / 60:.1f} minutes (--timeout_min); it is here:\n{stack}")
+                sys.stderr.flush()
+                os._exit(3)
+
+
+def out_of_memory(error):
+    """Whether an exception says so. Older torch_npu and MPS raise a plain RuntimeError, as does the CPU's allocator."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text or "can't allocate memory" in text
+
+
+def in_batches(items, size, work, dev):
+    """Yield (batch, work(batch)) for batches of at most `size` items; where memory runs out, half as many are tried again. For
+    work that does not depend on the batch and in which ranks do not meet."""
+    at = 0
+    while at < len(items):
+        batch, result, short = items[at : at + size], None, False
+        try:
+            result = work(batch)
+        except (RuntimeError, MemoryError) as e:
+            short = out_of_memory(e) and size > 1
+            if not short:
+                raise
+        if short:  # here the exception is gone, and with it the tensors its traceback held
+            size = max(1, min(size, len(batch)) // 2)
+            dev.empty_cache()
+            auto(f"out of memory: going on with {size} at a time")
+            continue
+        at += len(batch)
+        yield batch, result
+
+
+class Steps:
+    """Does the steps of a training loop so that an accident does not end it: memory that runs out, a gradient that is not
+    finite, a signal to stop, a rank that hangs.
+
+    rows: rows per device and pass. It changes how a step is computed, never what: the step's rows stay the same.
+    timeout_min: minutes without a sign of life after which a rank says where it hangs and ends; 0 = never."""
+
+    def __init__(self, rows, model, dev, timeout_min):
+        self.rows, self.model, self.dev = rows, model, dev
+        Watchdog.start(timeout_min)
+        self.bad, self.told, self.stopping = 0, False, False  # told: this rank was; stopping: all ranks know
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.tell)
+
+    def tell(self, number, frame):
+        self.told = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who sends it twice means it
+
+    def run(self, work):
+        """-> work(rows). Where memory ran out on any rank, all of them do the step again with half the rows per pass, and at
+        one row with activation checkpointing."""
+        while True:
+            result, short = None, 0
+            try:
+                result = work(self.rows)
+            except (RuntimeError, MemoryError) as e:
+                if not out_of_memory(e):
+                    raise
+                short = 1
+            # Here the exception is gone, and with it the tensors its traceback held.
+            short, told = self.dev.sum([short, int(self.told)])  # all ranks take the same path
+            self.stopping = told > 0
+            if not short:
+                return result
+            self.shrink()
+
+    def shrink(self):
+        self.dev.empty_cache()
+        if self.rows > 1:
+            self.rows //= 2
+            auto(f"out of memory: the step is done again with {self.rows} rows per pass; its tokens stay the same")
+        elif not self.model.activation_checkpointing:
+            self.model.activation_checkpointing = True
+            auto("out of memory at one row per pass: the step is done again with activation checkpointing")
+        else:
+            fail("one row alone does not fit into the memory: take a smaller --depth or --max_seq_len, or more devices")
+
+    def leave(self, step):
+        """After a signal, once everything is saved."""
+        auto(f"asked to stop (SIGTERM): step {step} is saved, and the same command goes on from it")
+        cleanup()
+        sys.exit(0)
+
+    def check(self, step, norm, metrics, advice):
+        """After a step: it was skipped by all ranks if its loss or gradient was not finite. Ten in a row end the run, on what the
+        last good checkpoint holds. A loss scale that is still being found does not count."""
+        if math.isfinite(norm):
+            self.bad = 0
+            return
+        metrics["skipped"] = metrics.get("skipped", 0) + 1
+        self.bad += 1
+        warn(f"step {step}: loss or gradient not finite, the step was skipped ({self.bad} in a row, {metrics['skipped']} in all)")
+        if self.bad == 10:
+            fail(f"ten steps in a row without a finite gradient: {advice}; the last good checkpoint is kept")
+
+
+def split_batch(total_batch_size, T, device_batch_size, dev, fit):
+    """How a step's tokens are divided: -> (rows per device and pass, rows per step, tokens per step as it comes out). The step's
+    rows are shared by all devices, evenly or not.
+
+    device_batch_size 0 chooses: the most rows that fit, or on a CPU what stays in its caches."""
     rows = max(1, round(total_batch_size / T))  # over all devices
+    share = -(-rows // dev.world_size)  # of the device that has most
     if not device_batch_size:
-        size = model.config.n_layer * model.config.n_embd
-        fit = 2048 if dev.type == "cpu" else int(65536 * min(1.0, 12 * 768 / size))  # tokens
-        device_batch_size = max(1, min(fit // T, rows // dev.world_size))
-    per_pass = device_batch_size * dev.world_size
-    passes = -(-rows // per_pass)
-    total = passes * per_pass * T
-    auto(f"batch {total} tokens = {device_batch_size} rows x {T} x {dev.world_size} devices x {passes} passes"
+        fit = min(fit, max(1, 2048 // T)) if dev.type == "cpu" else fit
+        device_batch_size = -(-share // -(-share // min(fit, share)))  # as few passes as fit, and those alike
+    device_batch_size = min(device_batch_size, share)
+    total = rows * T
+    auto(f"batch {total} tokens = {rows} rows x {T} over {dev.world_size} devices, {device_batch_size} rows at a time in "
+         f"{-(-share // device_batch_size)} passes"
          + (f" (asked for {total_batch_size}: rounded to whole rows)" if total != total_batch_size else ""))
-    return device_batch_size, passes, total
+    return device_batch_size, rows, total
 
 
 def decided_by_main(function):
@@ -474,24 +779,47 @@ def seal(meta):
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def save_checkpoint(run_dir, step, model_state, optim_state, meta, keep=2):
+def save_checkpoint(run_dir, step, model, opt, meta, dev, must=False):
+    """Write a checkpoint; all ranks call it together. Where that fails, for want of space say, training goes on with a warning;
+    with must=True it ends with a sentence."""
+    state = opt.state_dict()  # gathered from all ranks
+    failure = ""
+    if dev.is_main:
+        try:
+            write_checkpoint(run_dir, step, model.state_dict(), state, meta)
+        except (OSError, RuntimeError) as e:  # torch.save raises the latter
+            failure = f"the checkpoint of step {step} cannot be written to {run_dir} ({str(e).splitlines()[0]})"
+    if dev.sum(int(bool(failure))):  # and so nobody goes on before it is written
+        if must:
+            fail(f"{failure}; make room and run the same command again: it goes on from the checkpoint before")
+        warn(f"{failure}: going on without it")
+
+
+def write_checkpoint(run_dir, step, model_state, optim_state, meta, keep=2):
     """Write run_dir/step_<N>/{model.pt,optim.pt,meta.json} whole or not at all; keep the newest `keep`. Rank 0 only."""
     final = Path(run_dir) / f"step_{step:06d}"
     tmp = final.with_name(f"{final.name}.tmp{os.getpid()}")
-    shutil.rmtree(tmp, ignore_errors=True)
+    for leftover in Path(run_dir).glob("step_*.tmp*"):  # what a killed process left half written
+        shutil.rmtree(leftover, ignore_errors=True)
     tmp.mkdir(parents=True)
-    torch.save({name: t.cpu() for name, t in model_state.items()}, tmp / "model.pt")  # loads where that device is unknown
-    torch.save(optim_state, tmp / "optim.pt")
-    rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-    meta = {**meta, "step": step, "rng": rng, "saved_at": time.time(), "torch": torch.__version__,
-            "files": {n: file_sha256(tmp / n) for n in ("model.pt", "optim.pt")}}
-    (tmp / "meta.json").write_text(json.dumps({**meta, "seal": seal(meta)}, indent=1), encoding="utf-8")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(tmp, final)
+    try:
+        torch.save({name: t.cpu() for name, t in model_state.items()}, tmp / "model.pt")  # loads where that device is unknown
+        torch.save(optim_state, tmp / "optim.pt")
+        rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        meta = {**meta, "step": step, "rng": rng, "saved_at": time.time(), "torch": torch.__version__,
+                "files": {n: file_sha256(tmp / n) for n in ("model.pt", "optim.pt")}}
+        (tmp / "meta.json").write_text(json.dumps({**meta, "seal": seal(meta)}, indent=1), encoding="utf-8")
+        for path in tmp.iterdir():
+            with open(path, "rb+") as f:
+                os.fsync(f.fileno())  # on the disk before the name says so: a power cut leaves no half checkpoint
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(tmp, final)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
     others = [p for p in step_folders(run_dir) if p != final]
     older = [p for p in others if step_of(p) < step and isinstance(read_checkpoint(p), dict)]
-    for path in [p for p in others if p not in older[-(keep - 1) :]] + list(Path(run_dir).glob("step_*.tmp*")):
-        shutil.rmtree(path)  # older ones, damaged ones, and what a killed process left half written
+    for path in [p for p in others if p not in older[-(keep - 1) :]]:
+        shutil.rmtree(path)  # older ones and damaged ones
 
 
 def step_of(path):
@@ -556,8 +884,9 @@ def load_weights(meta, name):
 
 
 # Knobs that may differ when a run is taken up again: where and how it computes, not what.
-FREE_KNOBS = {"device_type", "dtype", "device_batch_size", "out_dir", "eval_every", "sample_every", "save_every", "resume",
-              "run", "bench", "eval_tokens", "eval_problems"}
+FREE_KNOBS = {"device_type", "dtype", "compile", "optimizer", "activation_checkpointing", "device_batch_size", "out_dir",
+              "eval_every", "sample_every", "save_every", "resume", "run", "bench", "eval_tokens", "eval_problems", "timeout_min",
+              "debug_npu"}
 
 
 @decided_by_main
@@ -566,6 +895,7 @@ def find_resume(run_dir, config, resume, parent=""):
 
     config: this run's knobs; parent: the identity of the checkpoint this run starts from."""
     run_dir = Path(run_dir)
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun began this very run again
     meta = newest_checkpoint(run_dir) if run_dir.is_dir() else None
     reason = "" if resume else "--resume=0"
     if meta and resume:
@@ -647,7 +977,7 @@ def read_log(path):
 
 def human(n):
     """1234567 -> '1.23M'"""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.3g}{unit}"
     return f"{n:.3g}"
@@ -660,93 +990,182 @@ def duration(seconds):
 
 
 # --- files: downloads from a Hugging Face hub or a mirror of it ----------------------------------------------------------
+HUBS = ["https://hf-mirror.com", "https://huggingface.co"]
+MISSED = {}  # endpoint -> times in a row that it could not be connected to; at 2 it is left out until the program ends
+
+
+class HubError(Exception):
+    """A try at one endpoint came to nothing; the text says why. wait: seconds the server asks for; final: this endpoint
+    will do no better; further: yet there are more bytes than ever."""
+
+    def __init__(self, why, wait=0, final=False, further=False):
+        super().__init__(why)
+        self.wait, self.final, self.further = wait, final, further
+
+
 def hub_endpoints():
-    """Where to look, in order: the user's HF_ENDPOINT alone when set (it may hold several, by commas), else the two known."""
-    own = os.environ.get("HF_ENDPOINT", "")
-    return [e.strip().rstrip("/") for e in own.split(",") if e.strip()] or ["https://hf-mirror.com", "https://huggingface.co"]
+    """Where to look, in order: the user's HF_ENDPOINT, then the two known; if it has a comma, only what it lists."""
+    setting = os.environ.get("HF_ENDPOINT", "")
+    own = [e.strip().rstrip("/") for e in setting.split(",") if e.strip()]
+    if any(not e.startswith(("https://", "http://")) for e in own):
+        fail(f"HF_ENDPOINT={setting} is no address, which begins with https://")
+    return own if own and "," in setting else list(dict.fromkeys(own + HUBS))
 
 
-def hub_request(path, tries=4, **kwargs):
-    """GET from the first endpoint that answers, with backoff. -> Response, or a sentence (str) that says what happened."""
-    last = "no endpoint"
-    for attempt in range(tries):
-        for endpoint in hub_endpoints():
+def hub_get(endpoint, path, start=0):
+    """One GET of endpoint + path, from byte `start` on. -> Response of status 200, 206 or 416, its body unread"""
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    try:
+        r = requests.get(endpoint + path, stream=True, timeout=(10, 60), headers=headers)
+    except requests.RequestException as e:
+        if hasattr((e.args or [None])[0], "reason"):  # urllib3's MaxRetryError: there was no connection
+            MISSED[endpoint] = MISSED.get(endpoint, 0) + 1
+        raise HubError(type(e).__name__) from e
+    MISSED[endpoint] = -8  # it is there: when it goes away for a while, that is waited out
+    page = r.headers.get("Content-Type", "").startswith("text/html")  # of a login, say
+    if r.status_code in (200, 206, 416) and not page:
+        return r
+    r.close()
+    busy, wait = r.status_code in (408, 425, 429) or r.status_code >= 500, r.headers.get("Retry-After", "")
+    raise HubError(f"HTTP {r.status_code}{', a web page' if page and not busy else ''}", final=not busy,
+                   wait=min(60, int(wait)) if busy and wait.isdecimal() else 0)
+
+
+def hub_persist(step, tries=10):
+    """Call step(endpoint) for the endpoints in turn until one returns; again, with pauses, until `tries` rounds in a row came
+    no further. -> what it returned; HubError when that was nothing"""
+    why, refused, vain, pause = {}, set(), 0, 0
+    while vain < tries and (left := [e for e in hub_endpoints() if e not in refused and MISSED.get(e, 0) < 2]):
+        time.sleep(pause)
+        vain, pause = vain + 1, min(8, 0.1 * 2**vain) * random.uniform(0.5, 1.5)  # seconds
+        for endpoint in left:
             try:
-                r = requests.get(endpoint + path, timeout=(10, 60), **kwargs)
-            except requests.RequestException as e:
-                last = f"{endpoint}: {type(e).__name__}"
-                continue
-            if r.status_code < 400 and not r.headers.get("Content-Type", "").startswith("text/html"):
-                return r
-            last = f"{endpoint}: HTTP {r.status_code}" + (", a web page" if r.status_code < 400 else "")  # a login page, say
-            if r.status_code in (401, 403, 404):
-                return last
-        time.sleep(min(8, 0.5 * 2**attempt) * (0.5 + random.random()))
-    return last
+                return step(endpoint)
+            except HubError as e:
+                why[endpoint], pause = str(e), max(pause, e.wait)
+                refused |= {endpoint} if e.final else set()
+                if e.further:
+                    vain, pause = 0, random.uniform(0, 0.1)
+                    break
+    raise HubError("; ".join(f"{e}: {why.get(e, 'cannot be reached')}" for e in hub_endpoints()))
+
+
+def hub_facts(r):
+    """(bytes, SHA-256) of the whole file as an answer's headers tell them, None where they do not."""
+    hub = next((a.headers for a in (*r.history, r) if "X-Linked-ETag" in a.headers), {})
+    etag = hub.get("X-Linked-ETag") or ("" if r.history else r.headers.get("ETag", ""))  # redirected: to ETags of another kind
+    size = r.headers.get("Content-Range") or hub.get("X-Linked-Size") or r.headers.get("Content-Length", "")
+    size, sha256 = re.search(r"\d+$", size), re.fullmatch(r'"?([0-9a-f]{64})"?', etag)
+    return size and int(size[0]), sha256 and sha256[1]
+
+
+def download(path, final, size=None, sha256=None):
+    """Download what endpoints have at `path` to the file `final`, unless it is there. -> Path
+
+    size (bytes) and sha256 are what is known; the server is asked for the rest. Goes on from a half download (.part), renames
+    what is whole and right. No two processes may download the same file at once."""
+    final, best, wrong = Path(final), 0, 0  # best: the most bytes there were; wrong: times that all were there, but damaged
+    part = final.with_name(final.name + ".part")
+    if final.exists() and size in (None, final.stat().st_size):
+        return final
+
+    def step(endpoint):
+        nonlocal size, sha256, best, wrong
+        part.touch()
+        have, over, why = part.stat().st_size, False, "cut off"
+        if size is None or have < size:
+            with hub_get(endpoint, path, have) as r:
+                if r.status_code != 200 and not r.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                    part.unlink()  # 416, or another range than was asked for
+                    raise HubError(f"HTTP {r.status_code}, but not from byte {have} on")
+                total, digest = hub_facts(r)
+                size, sha256 = total if size is None else size, sha256 or digest
+                if size is None or (total or 0) > size:
+                    raise HubError("it does not tell the size" if size is None else f"{total} bytes, not {size}", final=True)
+                bar.total = size
+                r.raw.enforce_content_length = False  # which would throw away what came just before a cut
+                with open(part, "ab" if r.status_code == 206 else "wb") as f:  # 200: the server ignored Range
+                    try:
+                        for block in r.iter_content(1 << 16):
+                            over = len(block) > size - f.tell()
+                            f.write(block[: size - f.tell()])
+                            bar.update(max(0, f.tell() - bar.n))  # never backwards
+                            if over:
+                                break
+                    except requests.RequestException as e:
+                        why = type(e).__name__
+            have = part.stat().st_size
+        if over or have > size or (have == size and sha256 and file_sha256(part) != sha256):
+            part.unlink()
+            best, wrong = 0, wrong + 1
+            raise HubError("too many bytes" if over or have > size else "wrong checksum", final=wrong >= 6)
+        if have < size:
+            further, best = have > best, max(have, best)
+            raise HubError(f"{why} at byte {have} of {size}", further=further)
+        os.replace(part, final)
+
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        best = part.stat().st_size if part.exists() else 0
+        with progress(total=size or math.inf, desc=final.name, unit="B", initial=best) as bar:
+            hub_persist(step)
+    except HubError as e:
+        fail(f"{final} cannot be downloaded ({e}); run again to go on, or name another mirror in HF_ENDPOINT")
+    except OSError as e:  # the disk is full, say
+        missing = f", {size - (part.stat().st_size if part.exists() else 0)} bytes are missing" if size else ""
+        fail(f"{final} cannot be written ({e.strerror}){missing}: make room, and run again to go on")
+    return final
+
+
+def hub_place(repo, path, home):
+    """Where a file of a hub dataset lies under home. A path that leads out of the dataset's folder is refused."""
+    folder = Path(os.path.normpath(Path(home, "data", repo)))
+    if folder not in Path(os.path.normpath(folder / path)).parents:
+        fail(f"hub dataset {repo} is not to be trusted: its file {path!r} would be written outside of its folder")
+    return folder / path
+
+
+def hub_page(endpoint, path):
+    """One page of a dataset's listing. -> ({path: {"size": bytes, "sha256": hex or None}}, path of the next page or None)"""
+    files = {}
+    try:
+        with hub_get(endpoint, path) as r:
+            for f in [f for f in json.loads(r.content) if f["type"] == "file"]:
+                path, size, sha256 = f["path"], f["size"], (f.get("lfs") or {}).get("oid")
+                if not (isinstance(path, str) and isinstance(size, int) and size >= 0 and len(sha256 or "0" * 64) == 64):
+                    raise ValueError(f)
+                files[path] = {"size": size, "sha256": sha256}
+    except (requests.RequestException, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise HubError(f"an unreadable listing, {type(e).__name__}") from e
+    following = r.links.get("next", {}).get("url", "")  # long listings come in pages
+    return files, following[following.index("/api/") :] if "/api/" in following else None
 
 
 def hub_files(repo, home):
     """The files of a hub dataset: {path: {"size": bytes, "sha256": hex or None}}."""
-    listing = Path(home) / "data" / repo / "files.json"  # kept, so that what was downloaded can be used without a network
+    kept = Path(home) / "data" / repo / "files.json"  # so that what was downloaded can be used without a network
     path, files = f"/api/datasets/{repo}/tree/main?recursive=true", {}
-    while path:
-        r = hub_request(path, tries=1 if listing.exists() else 4)
-        if isinstance(r, str) and listing.exists():
-            warn(f"hub dataset {repo} cannot be listed ({r}): using what was downloaded before")
-            return json.loads(listing.read_text(encoding="utf-8"))
-        if isinstance(r, str):
-            fail(f"hub dataset {repo} cannot be listed ({r}); check the name and HF_ENDPOINT, or give a local folder")
-        for f in r.json():
-            if f["type"] == "file":
-                files[f["path"]] = {"size": f["size"], "sha256": f.get("lfs", {}).get("oid")}
-        following = r.links.get("next", {}).get("url", "")  # long listings come in pages
-        path = following[following.index("/api/") :] if "/api/" in following else None
-    write_atomic(listing, json.dumps(files))
+    try:
+        while path:
+            page, path = hub_persist(lambda endpoint: hub_page(endpoint, path), tries=3 if kept.exists() else 10)
+            files |= page
+    except HubError as e:
+        if not kept.exists():
+            fail(f"hub dataset {repo} cannot be listed ({e}); check the name and HF_ENDPOINT, or give a local folder")
+        warn(f"hub dataset {repo} cannot be listed ({e}): using what was downloaded before")
+        return json.loads(kept.read_text(encoding="utf-8"))
+    for path in files:
+        hub_place(repo, path, home)
+    write_atomic(kept, json.dumps(files))
     return files
 
 
 def hub_fetch(repo, path, out_dir, facts):
-    """Download one file of a hub dataset into out_dir/data under the hub's own name, unless it is there. -> Path
-
-    Resumes a half download by Range, checks size and SHA-256, renames when whole. No two processes may fetch the same
-    file at once."""
-    final = Path(out_dir) / "data" / repo / path
-    if final.exists() and final.stat().st_size == facts["size"]:
-        return final
-    part = final.with_name(final.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    why = "nothing was tried"
-    for attempt in range(8):
-        have = part.stat().st_size if part.exists() else 0
-        if have < facts["size"]:
-            headers = {"Range": f"bytes={have}-"} if have else {}
-            r = hub_request(f"/datasets/{repo}/resolve/main/{path}", stream=True, headers=headers)
-            if isinstance(r, str):
-                fail(f"{repo}/{path} cannot be downloaded ({r}); run again to go on from {have} bytes")
-            try:
-                bar = progress(total=facts["size"], desc=path, unit="B")
-                with open(part, "ab" if r.status_code == 206 else "wb") as f:  # 200: the server ignored Range
-                    bar.update(f.tell())
-                    for block in r.iter_content(1 << 20):
-                        f.write(block)
-                        bar.update(len(block))
-            except requests.RequestException as e:
-                why = type(e).__name__
-            have = part.stat().st_size
-        if have == facts["size"]:
-            if not facts["sha256"] or file_sha256(part) == facts["sha256"]:
-                os.replace(part, final)
-                return final
-            why = "wrong checksum"
-        if have >= facts["size"]:
-            part.unlink()  # damaged: begin again
-        time.sleep(min(4, 0.2 * 2**attempt))
-    fail(f"{repo}/{path} did not arrive whole in 8 tries (last: {why}); run again to go on")
+    """Download one file of a hub dataset into out_dir/data under the hub's own name, unless it is there. -> Path"""
+    url = f"/datasets/{repo}/resolve/main/{requests.utils.quote(path)}"
+    return download(url, hub_place(repo, path, out_dir), facts["size"], facts["sha256"])
 
 
 if __name__ == "__main__":
-    _dev = setup()
-    print0(f"npuchat on Python {platform.python_version()}, {platform.system()} {platform.machine()}, numpy {np.__version__}")
-    print0(f"devices: {find_devices()}")
-    print0(f"time: {datetime.datetime.now():%Y-%m-%d %H:%M}")
-    print0("this machine is ready: bash speedrun.sh")
+    import runpy
+    runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

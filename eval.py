@@ -12,7 +12,7 @@ from the hub. Training and evaluation, supervised learning and reward all use th
 
 Reads checkpoints; writes out/<stage>/<tag>/eval.json, out/report.md and out/curves.png. The last line is one JSON object.
 """
-from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human,
+from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human, in_batches,
                     load_weights, need, newest_checkpoint, print0, progress, read_log, run_folders, setup, warn,
                     write_atomic)
 
@@ -340,14 +340,18 @@ def evaluate_bpb(model, documents, tok, dev, T, B, tokens):
             break
     rows = pack_rows([len(d) for d in taken], capacity, split=True)[:want][dev.rank :: dev.world_size]
     sizes, nats, count = tok.token_bytes().to(dev.device), 0.0, 0
-    for at in range(0, len(rows), B):
-        ids = torch.stack([torch.from_numpy(fill_row(r, taken, capacity, tok.bos)[0]) for r in rows[at : at + B]]).to(dev.device)
+
+    def measure(batch):
+        ids = torch.stack([torch.from_numpy(fill_row(r, taken, capacity, tok.bos)[0]) for r in batch]).to(dev.device)
         targets = ids[:, 1:]
         scored = sizes[targets]
         with dev.autocast():
             loss = model(ids[:, :-1], targets.masked_fill(scored == 0, -1), reduction="none")
-        nats += loss.sum().item()
-        count += int(scored.sum())
+        return loss.sum().item(), int(scored.sum())
+
+    for _, (batch_nats, batch_count) in in_batches(rows, B, measure, dev):
+        nats += batch_nats
+        count += batch_count
     return dev.sum(nats) / (math.log(2) * max(1, dev.sum(count)))
 
 
@@ -372,21 +376,25 @@ def evaluate_task(model, tok, dev, task, limit=200, B=64, max_new_tokens=64):
     items = [(tok.render_for_completion(c), c) for c in (task[i] for i in chosen)]
     items = [x for x in items if len(x[0]) < model.config.max_seq_len]  # those too long count as wrong
     items.sort(key=lambda x: len(x[0]))
-    right = 0.0
-    for at in progress(range(0, len(items), B), desc=task.name, unit="batch"):
-        batch = items[at : at + B]
+
+    def answers(batch):
+        """-> what the model answers to each item of the batch"""
         prompts = [ids for ids, _ in batch]
         if task.kind == "generative":
-            answers = complete(model, tok, prompts, dev, max_new_tokens=max_new_tokens, temperature=0)
-            right += sum(task.grade(c, visible_text(tok, a[0][0])) for (_, c), a in zip(batch, answers))
-        else:
-            longest = max(map(len, prompts))
-            ids = torch.tensor([p + [tok.bos] * (longest - len(p)) for p in prompts], device=dev.device)
-            with dev.autocast():
-                logits = model(ids, last=torch.tensor([len(p) - 1 for p in prompts], device=dev.device))
-            for row, (_, c) in zip(logits.cpu(), batch):
-                letters = [tok.encode(letter)[0] for letter in c["letters"]]
-                right += task.grade(c, c["letters"][int(row[letters].argmax())])
+            tries = complete(model, tok, prompts, dev, max_new_tokens=max_new_tokens, temperature=0)
+            return [visible_text(tok, tokens) for [(tokens, _)] in tries]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([p + [tok.bos] * (longest - len(p)) for p in prompts], device=dev.device)
+        with dev.autocast():
+            logits = model(ids, last=torch.tensor([len(p) - 1 for p in prompts], device=dev.device)).cpu()
+        letters = [[tok.encode(letter)[0] for letter in c["letters"]] for _, c in batch]
+        return [c["letters"][int(row[ids].argmax())] for row, ids, (_, c) in zip(logits, letters, batch)]
+
+    right, bar = 0.0, progress(total=len(items), desc=task.name, unit="problem")
+    for batch, given in in_batches(items, B, answers, dev):
+        right += sum(task.grade(c, answer) for (_, c), answer in zip(batch, given))
+        bar.update(len(batch))
+    bar.close()
     n, right = dev.sum(len(chosen)), dev.sum(right)
     acc = right / max(1, n)
     return {"acc": round(acc, 4), "n": n, "stderr": round(math.sqrt(acc * (1 - acc) / max(1, n)), 4)}

@@ -6,16 +6,20 @@ with a soft cap on the logits. Each idea beyond that is a field of GPTConfig. Th
 in which prompts of any lengths run side by side and a calculator answers inside the sequence.
 """
 import ast
+import itertools
 import math
 import operator
 import re
 from collections import deque
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from common import human, print0, warn
 
 
 @dataclass
@@ -37,7 +41,13 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
+LOGITS_AT_ONCE = 2**24  # numbers of which the loss holds a handful of copies
+ADAMW_RATE = 0.1        # where AdamW stands in for Muon, its learning rate as a share of Muon's
+
+
 def norm(x):
+    if x.dtype == torch.float16:  # whose squares end at 65504
+        x = x.float()
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -83,13 +93,15 @@ class Block(nn.Module):
             k, v = cache.append(self.layer, k, v)
         y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, C)
         x = x + self.o(y)
-        return x + self.down(F.relu(self.up(norm(x))).square())
+        h = F.relu(self.up(norm(x)))
+        return x + self.down(h * h)  # not h.square(): autocast would compute and keep that in fp32
 
 
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False  # keep only each block's input, and compute the rest again in the backward pass
         assert config.n_embd % config.n_head == 0 and config.head_dim % 2 == 0, f"{config.n_embd} into {config.n_head} heads"
         assert config.n_head % config.n_kv_head == 0, f"{config.n_head} heads cannot share {config.n_kv_head} key-value heads"
         V, C, L = config.vocab_size, config.n_embd, config.n_layer
@@ -146,7 +158,10 @@ class GPT(nn.Module):
             if self.config.layer_lambdas:
                 x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             ve = self.value_lambdas[i] * self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            x = block(x, ve, rope, cache, mask)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, ve, rope, None, mask, use_reentrant=False)
+            else:
+                x = block(x, ve, rope, cache, mask)
         x = norm(x)
         if targets is None:
             return self.logits(x if last is None else x[torch.arange(B, device=x.device), last])
@@ -157,7 +172,7 @@ class GPT(nn.Module):
         cap = self.config.softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def loss(self, x, targets, reduction, limit=2**26):
+    def loss(self, x, targets, reduction, limit=LOGITS_AT_ONCE):
         """Cross-entropy over chunks of rows, recomputed in the backward pass, so that no more than `limit` logits stand
         in memory at once. x: (N, C), targets: (N,)."""
         def part(x, targets):
@@ -178,9 +193,11 @@ class GPT(nn.Module):
         """Training FLOPs per token, forward and backward: 6 per weight, and 12 L C T for attention (PaLM, appendix B)."""
         return 6 * self.num_params()[1] + 12 * self.config.n_layer * self.config.n_embd * T
 
-    def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0):
-        """Groups for muon.Muon: block matrices to Muon, the rest to AdamW. Each parameter is in exactly one."""
-        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay),
+    def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0, matrices="muon"):
+        """Groups for muon.Muon: block matrices to Muon (or to AdamW, at a rate for it), the rest to AdamW. Each parameter is in
+        exactly one."""
+        adamw = dict(kind="adamw", lr=matrix_lr * ADAMW_RATE, betas=(0.9, 0.95), weight_decay=weight_decay)
+        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay) if matrices == "muon" else adamw,
                   "embed": dict(kind="adamw", lr=embed_lr),
                   "head": dict(kind="adamw", lr=head_lr),
                   # At the first step the gradient of a scale in front of a norm is zero but for rounding. With AdamW's usual
@@ -194,6 +211,59 @@ class GPT(nn.Module):
             groups[key].setdefault("names", []).append(name)
             groups[key].setdefault("params", []).append(p)
         return [{**g, "label": k} for k, g in groups.items() if "params" in g]
+
+
+def memory_plan(config, rows, T, ranks, bytes_per_number, checkpointing=False):
+    """Bytes that training holds on one device at its peak, by part; rows: per pass.
+
+    bytes_per_number: 2 under autocast, else 4. The shares were fitted to what the allocator measures (test_all.py checks them)."""
+    with torch.device("meta"):
+        params, matmul = GPT(config).num_params()
+    L, C, V, N = config.n_layer, config.n_embd, config.vocab_size, rows * T
+    half = bytes_per_number == 2
+    block = (62 if half else 76) * C  # bytes per token and layer kept for the backward pass
+    kept = 4 * C * L + block if checkpointing else L * block
+    return {"weights": 4 * params + (2 * matmul if half else 0), "gradients": 4 * params,
+            "optimizer": (4 * matmul + 8 * (params - matmul)) // ranks,
+            "activations": N * (kept + 16 * C), "logits": 5 * 4 * min(N * V, LOGITS_AT_ONCE)}
+
+
+def rows_that_fit(model, T, dev, spare=0.1):
+    """The most rows of T tokens for one pass on this rank's device, by the memory model; at least 1. Of all ranks, the least."""
+    def need(rows):  # beside the weights, which are there already unless the device is only planned
+        parts = memory_plan(model.config, rows, T, dev.world_size, 2 if dev.dtype != torch.float32 else 4,
+                            model.activation_checkpointing)
+        return sum(parts.values()) - (0 if dev.memory else 4 * model.num_params()[0])
+
+    free, rows = dev.free_memory() * (1 - spare), 1
+    while rows < 4096 and need(rows + 1) <= free:
+        rows += 1
+    each = [rows if rank == dev.rank else 0 for rank in range(dev.world_size)]
+    return rows if dev.memory else min(dev.sum(each))  # a planned device has no fellows to ask
+
+
+def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):
+    """What a run would take: numbers, memory by part, hours."""
+    T, (params, matmul) = model.config.max_seq_len, model.num_params()
+    parts = memory_plan(model.config, rows, T, dev.world_size, 4 if dev.dtype == torch.float32 else 2,
+                        model.activation_checkpointing)
+    flops, peak = model.flops_per_token(T) * total_batch_size * steps, dev.peak_flops()
+    share = 0.6 if dev.type == "cpu" else mfu  # of a peak that was measured, not of a data sheet's
+    hours = peak and flops / (peak * share * dev.world_size) / 3600
+    for name, value in [
+        ("device", f"{dev.world_size} x {dev.name}, {str(dev.dtype)[6:]}"),
+        ("parameters", f"{human(params)} ({human(matmul)} in matmuls)"),
+        ("training", f"{steps} steps of {human(total_batch_size)} tokens = {human(total_batch_size * steps)} tokens"),
+        ("FLOPs", f"{human(flops)} ({human(model.flops_per_token(T))} a token)"),
+        ("rows at a time", f"{rows} of {T} tokens per device"),
+        *((f"  {part}", f"{size / 2**30:8.2f} GiB") for part, size in parts.items()),
+        ("memory", f"{sum(parts.values()) / 2**30:8.2f} of {dev.memory / 2**30:.1f} GiB per device"),
+        ("time", f"{hours:.1f} hours at {share:.0%} of {human(peak)}FLOP/s, which is usual; --bench=20 measures yours" if hours
+         else f"not known: no peak FLOP/s for {dev.name} in {str(dev.dtype)[6:]}"),
+    ]:
+        print0(f"{name:<16} {value}")
+    if sum(parts.values()) > dev.memory:
+        warn("this does not fit: take --activation_checkpointing=1, a smaller --depth or --max_seq_len, or another device")
 
 
 def load_model(meta, weights, dev):
@@ -247,16 +317,17 @@ class KVCache:
         self.k, self.v, self.lengths = self.k[:, rows], self.v[:, rows], self.lengths[rows]
 
 
-def sample_tokens(logits, temperature, top_k, generator):
-    """logits: (B, V) -> (B,). temperature 0: the best token. Sampling is a race of exponential clocks: no host sync."""
+def sample_tokens(logits, temperature, top_k, u):
+    """logits: (B, V) -> (B,). temperature 0: the best token. u: (B,) numbers in (0, 1] that decide: the first token at which the
+    summed probabilities reach u. A row's token depends on its own u alone, whatever runs beside it."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
     if 0 < top_k < logits.size(-1):
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    clocks = torch.empty_like(logits).exponential_(generator=generator)
-    return (logits.softmax(-1) / clocks).argmax(-1)
+    reached = logits.softmax(-1).cumsum(-1)  # (B, V), ends near 1
+    return (reached < u[:, None] * reached[:, -1:]).sum(-1)
 
 
 class Row:
@@ -291,12 +362,13 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
 
     A generator: each step yields [(row, token, sampled)] for the rows still running; row = prompt * num_samples + sample.
     A row ends with <|assistant_end|> or <|bos|>, after max_new_tokens, or where the context is full. Finished rows leave
-    the batch.
+    the batch. seed: a number, or one for each prompt; each row draws from a stream of its own, so that what it samples does not
+    depend on its neighbours, the device or the number of ranks.
     """
     limit = model.config.max_seq_len
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     assert 0 < shortest and longest <= limit, f"prompts of {shortest} to {longest} tokens, context {limit}"
-    generator = torch.Generator(device=dev.device).manual_seed(seed)
+    seeds = seed if isinstance(seed, list) else [[seed, i] for i in range(len(prompts))]
     cache = KVCache(model.config, len(prompts), min(limit, longest + max_new_tokens), dev.device, dev.dtype)
     padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=dev.device)  # on the right: never looked at
     lengths = [len(p) for p in prompts]
@@ -305,7 +377,9 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
     cache.advance(lengths)
     rows = [Row(i, min(max_new_tokens, limit - lengths[i // num_samples])) for i in range(len(prompts) * num_samples)]
     chosen = [i // num_samples for i in range(len(rows))]  # one prefill serves all samples of a prompt
-    while True:
+    draws = torch.tensor(np.stack([1 - np.random.default_rng([*seeds[i // num_samples], i % num_samples]).random(max_new_tokens)
+                                   for i in range(len(rows))]), dtype=torch.float32, device=dev.device)  # (rows, new tokens)
+    for turn in itertools.count():
         running = [r for r in range(len(rows)) if not rows[r].done]
         if not running:
             return
@@ -313,9 +387,10 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
             chosen = running if chosen is None else [chosen[r] for r in running]
             cache.select(chosen)
             logits = logits[torch.tensor(chosen, device=logits.device)]
+            draws = draws[torch.tensor(running, device=draws.device)]
             rows = [rows[r] for r in running]
             running, chosen = range(len(rows)), None
-        sampled = sample_tokens(logits, temperature, top_k, generator).tolist()  # the one host sync of a step
+        sampled = sample_tokens(logits, temperature, top_k, draws[:, turn]).tolist()  # the one host sync of a step
         events = []
         for r in running:
             token = rows[r].push(sampled[r], tok)

@@ -8,11 +8,19 @@ and scalars are not maps between hidden states, so they get AdamW.
 Over W ranks, each rank owns a part of every parameter's state (as ZeRO-2 does): whole matrices for Muon, a slice of the
 flat tensor for AdamW. A step is: sum the gradients of the part I own, update it, gather everybody's parts.
 
-    optimizer = Muon(groups, dev)     # groups: dicts with kind="muon" or "adamw", names, params, lr, ...
-    grad_norm = optimizer.step()      # nan or inf: nothing was changed, on any rank
+    opt = Muon(groups, dev)                  # groups: dicts with kind="muon" or "adamw", names, params, lr, ...
+    (loss * opt.loss_scale).backward()       # 1 but in fp16
+    grad_norm, loss = opt.step(loss)         # nan or inf: nothing was changed, on any rank
 """
+import math
+
 import torch
 import torch.distributed as dist
+
+from common import Watchdog, auto, fail, warn
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the new names and the old ones
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 DEFAULTS = {"muon": dict(momentum=0.95, weight_decay=0.0, ns_steps=5),
             "adamw": dict(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)}
@@ -34,13 +42,42 @@ def orthogonalize(g, steps=5, dtype=torch.float32):
     return (x.mT if tall else x).to(g.dtype)
 
 
+def iteration_dtype(dev):
+    """Newton-Schulz is done in bf16 where the device computes in it, else in fp32: fp16's range is too small."""
+    return torch.bfloat16 if dev.dtype == torch.bfloat16 else torch.float32
+
+
+def choose_optimizer(wanted, dev):
+    """-> "muon" or "adamw" for the matrices. auto: Muon if one of its steps on this device comes out right on every rank."""
+    if wanted not in ("auto", "muon", "adamw"):
+        fail(f"--optimizer={wanted} is not one of auto, muon, adamw")
+    if wanted != "auto":
+        return wanted
+    why = ""
+    try:
+        g = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0)).to(dev.device)
+        values = torch.linalg.svdvals(orthogonalize(g, dtype=iteration_dtype(dev)).float().cpu())
+        if not 0.5 < values.min() <= values.max() < 1.5:
+            why = f"singular values from {values.min():.2f} to {values.max():.2f} instead of about 1"
+    except RuntimeError as e:  # an operator that the device does not have
+        why = str(e).splitlines()[0]
+    if dev.sum(int(bool(why))):
+        warn(f"Muon does not work on this device ({why or 'on another rank'}): its matrices are trained with AdamW")
+        return "adamw"
+    return "muon"
+
+
 class Muon:
     """See the file's docstring. Gradients are summed over ranks, so the loss must already be divided by the whole step's
-    number of tokens. `param_groups` holds the groups; a schedule changes group["lr"], group["initial_lr"] stays."""
+    number of tokens. `param_groups` holds the groups; a schedule changes group["lr"], group["initial_lr"] stays.
+
+    In fp16 small gradients would vanish: the loss is multiplied by `loss_scale` before the backward pass, and the step divides
+    by it. It is halved when something overflowed and doubled after 2000 good steps (Micikevicius et al. 2018)."""
 
     def __init__(self, groups, dev):
         self.dev, self.rank, self.world = dev, dev.rank, dev.world_size
-        self.ns_dtype = torch.bfloat16 if dev.dtype == torch.bfloat16 else torch.float32  # fp16's range is too small
+        self.ns_dtype = iteration_dtype(dev)
+        self.loss_scale, self.good_steps = (2.0**16 if dev.dtype == torch.float16 else 1.0), 0
         self.param_groups, seen = [], set()
         for group in groups:
             group = {**DEFAULTS[group["kind"]], **group, "initial_lr": group["lr"]}
@@ -81,10 +118,10 @@ class Muon:
         if self.world == 1:
             return whole
         if dist.get_backend() == "gloo":  # has no reduce_scatter in older versions
-            dist.all_reduce(whole)
-            return self._own(unit, whole)
+            return self._own(unit, self.dev.sum(whole))
         own = torch.empty_like(self._own(unit, whole))
-        dist.reduce_scatter_tensor(own, whole.contiguous())
+        with Watchdog.waiting():
+            reduce_scatter(own, whole.contiguous())
         return own
 
     def _gather(self, unit, own):
@@ -92,27 +129,49 @@ class Muon:
         if self.world == 1:
             return own
         whole = own.new_empty(self._share(unit) * self.world, *unit["shape"])
-        dist.all_gather_into_tensor(whole, own.contiguous())
+        with Watchdog.waiting():
+            all_gather(whole, own.contiguous())
         return whole[: unit["count"]]
 
     @torch.no_grad()
-    def step(self):
-        """One update of all parameters. -> the gradient's norm over all parameters and ranks, before any change."""
+    def step(self, loss):
+        """One update of all parameters; uses the gradients up. loss: this rank's part of it, a tensor.
+
+        -> (the gradient's norm over all parameters and ranks, before any change; the loss of all ranks). Where either is not
+        finite or fp16 overflowed, the norm is nan or inf and no rank changes anything."""
+        overflow = self.dev.overflowed()
+        idle = all(p.grad is None for g in self.param_groups for p in g["params"])  # a rank that had no rows
         grads = []
         for unit in self.units:
             for name, p in unit["named"]:
-                assert p.grad is not None, f"{name} got no gradient"
-            grads.append(self._reduce(unit, self._pack(unit, [p.grad for _, p in unit["named"]])))
-        norm = self.dev.sum(torch.stack([g.float().square().sum() for g in grads]).sum()).sqrt().item()
-        if not norm < float("inf"):  # also true of nan; every rank sees the same sum and decides alike
-            return norm
+                assert idle or p.grad is not None, f"{name} got no gradient"
+            whole = self._pack(unit, [torch.zeros_like(p) if idle else p.grad for _, p in unit["named"]])
+            for _, p in unit["named"]:
+                p.grad = None  # one copy of the gradients is enough
+            grads.append(self._reduce(unit, whole))
+        squares = torch.stack([g.float().square().sum() for g in grads]).sum() / self.loss_scale**2
+        squares, loss, overflow = self.dev.sum(torch.stack([squares, loss.float(), squares.new_tensor(overflow)])).tolist()
+        finite = math.isfinite(squares) and math.isfinite(loss) and not overflow  # every rank sees the same sums
+        scale = self.loss_scale
+        self._rescale(finite)
+        if not finite:
+            return math.nan if math.isnan(squares + loss) else math.inf, loss
         for unit, grad in zip(self.units, grads):
             weight = self._pack(unit, [p.data for _, p in unit["named"]])
             own = self._own(unit, weight)
             unit["step"] += 1
-            {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]](unit, own, grad.float())
+            {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]](unit, own, grad.float() / scale)
             self._scatter(unit, self._gather(unit, own))
-        return norm
+        return math.sqrt(squares), loss
+
+    def _rescale(self, finite):
+        if self.dev.dtype != torch.float16:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite and self.loss_scale > 1:
+            self.loss_scale /= 2
+        elif self.good_steps == 2000:
+            self.loss_scale, self.good_steps = self.loss_scale * 2, 0
 
     def _scatter(self, unit, whole):
         """Write a unit's (count, *shape) back into its parameters."""
@@ -150,8 +209,9 @@ class Muon:
 
     # --- state, whole: any world size can load what any other has saved ---
     def state_dict(self):
-        """{parameter name: {"step", "momentum" | "exp_avg", "exp_avg_sq"}} on the CPU. All ranks call it together."""
-        out = {}
+        """{parameter name: {"step", "momentum" | "exp_avg", "exp_avg_sq"}, "": the loss scale} on the CPU. All ranks call it
+        together."""
+        out = {"": {"loss_scale": self.loss_scale, "good_steps": self.good_steps}}
         for unit in self.units:
             for key in ("momentum", "exp_avg", "exp_avg_sq"):
                 if key in unit:
@@ -162,12 +222,19 @@ class Muon:
         return out
 
     def load_state_dict(self, state):
-        """Takes what state_dict gave, under any world size. Parameters it does not name start fresh."""
+        """Takes what state_dict gave, under any world size. Parameters it does not name start fresh, as do those that it knows
+        from the other kind of optimizer."""
+        if self.dev.dtype == torch.float16 and state.get("", {}).get("loss_scale", 1.0) > 1:
+            self.loss_scale, self.good_steps = state[""]["loss_scale"], state[""]["good_steps"]
+        fresh = []
         for unit in self.units:
             saved = [state.get(name) for name, _ in unit["named"]]
-            if any(s is None for s in saved):
+            if any(s is None or ("momentum" in s) != (unit["group"]["kind"] == "muon") for s in saved):
+                fresh += [name for name, _ in unit["named"]]
                 continue
             unit["step"] = saved[0]["step"]
             for key in saved[0].keys() - {"step"}:
                 whole = self._pack(unit, [s[key].to(self.dev.device) for s in saved])
                 unit[key] = self._own(unit, whole).clone()
+        if fresh:
+            auto(f"{len(fresh)} parameters start with a fresh optimizer state: {', '.join(fresh[:3])}{' ...' * (len(fresh) > 3)}")

@@ -11,6 +11,7 @@ form), else against an invariant (cached decoding equals the full forward, N ran
 
 import common  # noqa: F401  (first, as in every script)
 
+import hashlib
 import http.server
 import importlib.util
 import json
@@ -681,11 +682,13 @@ def test_rows_are_the_same_for_any_number_of_ranks_and_after_a_stop(tok, tmp_pat
         blocks, n = (lambda block, epoch: documents[block::3]), 3
 
     def take(world, steps, B=24, state=None):
-        loaders = [iter(RowLoader(blocks, n, 64, B // world, tok, d, split, state=state)) for d in ranks(world)]
-        return [torch.cat([next(it)[0] for it in loaders]) for _ in range(steps)]
+        loaders = [iter(RowLoader(blocks, n, 64, B, tok, d, split, state=state)) for d in ranks(world)]
+        parts = [[next(it)[0] for it in loaders] for _ in range(steps)]
+        assert all(abs(len(part) - B / world) < 1 for step in parts for part in step)  # shared evenly, give or take one
+        return [torch.stack([step[i % world][i // world] for i in range(B)]) for step in parts]
 
     straight = take(1, 12)
-    for world in (2, 3, 8):
+    for world in (2, 3, 7, 8, 25):  # also more ranks than rows
         assert all(torch.equal(a, b) for a, b in zip(straight, take(world, 12)))
     loader = RowLoader(blocks, n, 64, 24, tok, CPU, split)
     it = iter(loader)
@@ -851,17 +854,19 @@ def test_the_calculators_answer_is_forced_and_not_counted_as_sampled(tok):
 
 def test_sampling_follows_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(40_000, 1)
-    generator = torch.Generator().manual_seed(0)
+    u = 1 - torch.rand(40_000, generator=torch.Generator().manual_seed(0))
     for temperature, top_k in ((1.0, 0), (0.5, 0), (2.0, 2)):
         scaled = logits[0] / temperature
         if top_k:
             scaled[scaled < scaled.topk(top_k).values[-1]] = float("-inf")
         p = scaled.softmax(0)
-        counts = torch.bincount(sample_tokens(logits, temperature, top_k, generator), minlength=4).float()
+        counts = torch.bincount(sample_tokens(logits, temperature, top_k, u), minlength=4).float()
         keep = p > 0
         chi2 = ((counts - 40_000 * p)[keep] ** 2 / (40_000 * p[keep])).sum()
         assert chi2 < 20 and counts[~keep].sum() == 0  # 3 degrees of freedom: p < 0.0002
     assert sample_tokens(logits[:3], 0, 0, None).tolist() == [2, 2, 2]
+    edge = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]]).repeat(3, 1)
+    assert sample_tokens(edge, 1.0, 0, torch.tensor([1e-16, 0.5, 1.0])).tolist() == [1, 1, 3]  # never one of probability 0
 
 
 def test_calculator():
@@ -932,7 +937,7 @@ def test_adamw_equals_torchs():
     for _ in range(20):
         ours.grad = torch.randn(7, 5)
         theirs.grad = ours.grad.clone()
-        a.step(), b.step()
+        a.step(torch.zeros(())), b.step()
     torch.testing.assert_close(ours, theirs)
 
 
@@ -948,11 +953,14 @@ def test_muon_equals_its_formula_and_skips_a_bad_step():
         buf = 0.9 * buf + 0.1 * g
         u = orthogonalize((0.1 * g + 0.9 * buf)[None])[0]
         w = w - 0.1 * 0.2 * w * (u * w > 0) - 0.1 * math.sqrt(2) * u
-        opt.step()
+        opt.step(torch.zeros(()))
     torch.testing.assert_close(ws[1].detach(), w, atol=1e-5, rtol=1e-4)
     before = [p.detach().clone() for p in ws]
-    ws[0].grad = torch.full((8, 4), float("nan"))
-    assert not math.isfinite(opt.step()) and all(torch.equal(a, b) for a, b in zip(before, ws))
+    for bad_grad, bad_loss in ((math.nan, 0.0), (math.inf, 0.0), (0.0, math.nan), (0.0, math.inf)):
+        for p in ws:
+            p.grad = torch.full((8, 4), bad_grad)
+        norm, _ = opt.step(torch.tensor(bad_loss))
+        assert not math.isfinite(norm) and all(torch.equal(a, b) for a, b in zip(before, ws))
 
 
 def test_every_parameter_is_in_one_group_and_the_state_round_trips():
@@ -967,7 +975,7 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
     for _ in range(2):
         a.zero_grad()
         model(idx, idx).backward()
-        a.step()
+        a.step(torch.zeros(()))
     twin = tiny()
     twin.load_state_dict(model.state_dict())
     b = Muon(twin.param_groups(**rates), CPU)
@@ -975,7 +983,7 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
     for m, opt in ((model, a), (twin, b)):
         opt.zero_grad()
         m(idx, idx).backward()
-        opt.step()
+        opt.step(torch.zeros(()))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
     with pytest.raises(AssertionError, match="two groups"):
         Muon(groups + groups[:1], CPU)
@@ -1050,7 +1058,7 @@ def test_evaluation_does_not_depend_on_the_batch(tok):
 
 # --- checkpoints, resume, log ------------------------------------------------------------------------------------------
 def save(folder, step, **meta):
-    common.save_checkpoint(
+    common.write_checkpoint(
         folder,
         step,
         {"w": torch.full((4,), float(step))},
@@ -1159,83 +1167,168 @@ def test_a_measurement_is_a_line_with_loss_and_speed(tmp_path):
 
 # --- downloads -------------------------------------------------------------------------------------------------------
 class FaultyHub(http.server.BaseHTTPRequestHandler):
-    """A hub with one dataset that answers badly: 503s, half bodies, flipped bytes, ignored ranges."""
+    """A hub with one file, which meets its requests with the faults in `faults`, one each, and then answers well."""
 
-    protocol_version, rng, body, log = "HTTP/1.1", random.Random(3), random.Random(0).randbytes(300_000), []
+    protocol_version, body, faults, log, listed = "HTTP/1.1", random.Random(0).randbytes(300_000), [], [], "data/x.txt"
 
     def log_message(self, *args):
         pass
 
-    def reply(self, status, data, headers=(), send=None):
+    def reply(self, status, data, send=None, **headers):
         self.send_response(status)
-        for k, v in headers:
-            self.send_header(k, v)
-        self.send_header("Content-Length", str(len(data)))
+        for k, v in ({"Content-Length": len(data)} | headers).items():
+            self.send_header(k.replace("_", "-"), str(v))
         self.end_headers()
         self.wfile.write(data if send is None else data[:send])
 
     def do_GET(self):
-        import hashlib
-
-        fault = self.rng.random() if "flaky" in self.path else 1.0
-        if fault < 0.2:
-            return self.reply(503, b"busy")
-        if self.path.startswith("/api/"):
+        fault, sha256 = self.faults.pop(0) if self.faults else "", hashlib.sha256(self.body).hexdigest()
+        if fault == "hang up":
+            self.close_connection = True
+        elif fault == "503":
+            self.reply(503, b"<html>busy</html>", Content_Type="text/html", Retry_After=7)
+        elif fault == "html":
+            self.reply(200, b"<html>please log in</html>", Content_Type="text/html; charset=utf-8")
+        elif fault == "404":
+            self.reply(404, b"")
+        elif self.path.startswith("/api/"):
             page2 = "cursor" in self.path  # long listings come in pages
-            files = [
-                {
-                    "type": "file",
-                    "path": "data/x.txt",
-                    "size": len(self.body),
-                    "lfs": {"oid": hashlib.sha256(self.body).hexdigest()},
-                }
-            ]
-            link = [] if page2 else [("Link", f'<https://elsewhere.example{self.path}&cursor=2>; rel="next"')]
-            return self.reply(200, json.dumps(files if page2 else [{"type": "directory", "path": "data"}]).encode(), link)
-        if "missing" in self.path:
-            return self.reply(404, b"")
-        start = int(re.findall(r"\d+", self.headers.get("Range", "0"))[0])
-        data, status = bytearray(self.body[start:]), 206 if start else 200
-        if fault < 0.35:
-            data, status = bytearray(self.body), 200
-        self.log.append((start, status))
-        if 0.35 < fault < 0.5 and data:
-            data[len(data) // 2] ^= 255
-        self.close_connection = 0.5 < fault < 0.8
-        self.reply(status, bytes(data), send=len(data) // 2 if self.close_connection else None)
+            file = {"type": "file", "path": self.listed, "size": len(self.body), "lfs": {"oid": sha256}}
+            data = json.dumps([file] if page2 else [{"type": "directory", "path": "data"}]).encode()
+            link = {} if page2 else {"Link": f'<https://elsewhere.example{self.path}&cursor=2>; rel="next"'}
+            self.close_connection = fault == "drop"
+            self.reply(200, data[:-9] if fault == "lie" else data, len(data) // 2 if fault == "drop" else None, **link)
+        else:
+            start = 0 if fault == "ignore range" else int(re.findall(r"\d+", self.headers.get("Range", "0"))[0])
+            data, status, headers = bytearray(self.body[start:]), 206 if start else 200, {"ETag": f'"{sha256}"'}
+            self.log.append((start, status))
+            if status == 206:
+                first = start - 10 if fault == "wrong range" else start
+                headers["Content-Range"] = f"bytes {first}-{len(self.body) - 1}/{len(self.body)}"
+            if fault == "flip":
+                data[len(data) // 2] ^= 255
+            if fault == "lie":  # half a body, and its headers say that this is all
+                data = data[: len(data) // 2]
+            if fault == "longer":
+                data += b"more"
+            self.close_connection = fault == "drop"
+            self.reply(status, bytes(data), len(data) // 2 if fault == "drop" else None, **headers)
 
 
 @pytest.fixture
 def hub(monkeypatch):
+    """Its address; HF_ENDPOINT names it alone. No pause is made, hub.pauses has what they would have been."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FaultyHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(common.time, "sleep", lambda s: None)
+    server.handle_error = lambda *args: None  # it meant to
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    server.url, server.pauses = f"http://127.0.0.1:{server.server_port}", []
+    monkeypatch.setenv("HF_ENDPOINT", f"{server.url},")
+    monkeypatch.setattr(common.time, "sleep", server.pauses.append)
+    monkeypatch.setattr(common, "MISSED", {})
+    FaultyHub.faults[:], FaultyHub.log[:] = [], []
     yield server
     server.shutdown()
+    server.server_close()
+
+
+def fetch(home, *faults, repo="org/good"):
+    """List and fetch the hub's file, whose request meets these faults. -> its path"""
+    facts = common.hub_files(repo, home)["data/x.txt"]
+    FaultyHub.faults[:], FaultyHub.log[:] = faults, []
+    return common.hub_fetch(repo, "data/x.txt", home, facts)
+
+
+@pytest.mark.parametrize(
+    "faults, log",
+    [
+        (["drop", "drop"], [(0, 200), (150_000, 206), (225_000, 206)]),
+        (["lie", "lie"], [(0, 200), (150_000, 206), (225_000, 206)]),
+        (["hang up", "503", "hang up"], [(0, 200)]),
+        (["flip"], [(0, 200), (0, 200)]),
+        (["drop", "flip"], [(0, 200), (150_000, 206), (0, 200)]),
+        (["drop", "ignore range"], [(0, 200), (0, 200)]),
+        (["drop", "wrong range"], [(0, 200), (150_000, 206), (0, 200)]),
+    ],
+)
+def test_a_download_survives(hub, tmp_path, faults, log):
+    path = fetch(tmp_path, *faults)
+    assert path.read_bytes() == FaultyHub.body and FaultyHub.log == log and not list(path.parent.glob("*.part"))
+    assert max(hub.pauses) <= 0.15 or "503" in faults and 7 in hub.pauses  # Retry-After
 
 
 def test_downloads_survive_a_bad_hub(hub, tmp_path):
+    rng, kinds = random.Random(3), ["", "drop", "lie", "flip", "503", "hang up", "ignore range", "wrong range"]
     for trial in range(12):
-        facts = common.hub_files("org/flaky", tmp_path / str(trial))["data/x.txt"]
-        path = common.hub_fetch("org/flaky", "data/x.txt", tmp_path / str(trial), facts)
+        FaultyHub.faults[:] = rng.choices(["", "drop", "lie", "503", "hang up"], k=4)  # for the listing
+        path = fetch(tmp_path / str(trial), *rng.choices(kinds, k=12))
         assert path.read_bytes() == FaultyHub.body and not list(path.parent.glob("*.part"))
-    FaultyHub.log.clear()
     part = tmp_path / "r" / "data" / "org" / "good" / "data" / "x.txt.part"
     part.parent.mkdir(parents=True)
     part.write_bytes(FaultyHub.body[:1000])
-    common.hub_fetch("org/good", "data/x.txt", tmp_path / "r", common.hub_files("org/good", tmp_path / "r")["data/x.txt"])
+    fetch(tmp_path / "r")
     assert FaultyHub.log == [(1000, 206)]  # only the rest was asked for
+    fetch(tmp_path / "r")
+    assert FaultyHub.log == []  # nor that, once it is there
+    part.write_bytes(FaultyHub.body + b"x")  # longer than the file: not of this file
+    part.with_suffix("").unlink()
+    assert fetch(tmp_path / "r").read_bytes() == FaultyHub.body
+    FaultyHub.faults[:] = ["drop", "longer", "flip"]  # size and checksum from the headers; another size later on is refused
+    assert common.download("/a.zip", tmp_path / "b.zip").read_bytes() == FaultyHub.body
 
 
-def test_an_unreachable_hub_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        common.hub_fetch("org/good", "missing.txt", tmp_path, {"size": 5, "sha256": None})
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SystemExit):
-        common.hub_files("org/good", tmp_path)
+def test_a_download_that_cannot_be_is_one_sentence(hub, tmp_path, capsys, monkeypatch):
+    for says, faults in {
+        "wrong checksum": ["flip"] * 6,
+        "RemoteDisconnected|ConnectionError": ["hang up"] * 10,
+        "HTTP 200, a web page": ["html"],
+        "HTTP 404": ["404"],
+        "300004 bytes, not 300000": ["longer"],
+        "at byte 150000 of 300000": ["drop"] + ["wrong range", "drop"] * 10,
+    }.items():
+        with pytest.raises(SystemExit):
+            fetch(tmp_path, *faults)
+        err = capsys.readouterr().err
+        assert re.search(says, err) and hub.url in err and err.count("\n") == 1, err
+        assert not FaultyHub.faults or "at byte" in says
+    if Path("/dev/full").exists():  # a full disk
+        part = tmp_path / "data" / "org" / "good" / "data" / "x.txt.part"
+        part.unlink()
+        part.symlink_to("/dev/full")
+        with pytest.raises(SystemExit):
+            fetch(tmp_path)
+        assert "No space left on device), 300000 bytes are missing" in capsys.readouterr().err
+    for path in ("../../../x.txt", "/tmp/x.txt", "data/../.."):
+        monkeypatch.setattr(FaultyHub, "listed", path)
+        with pytest.raises(SystemExit):
+            common.hub_files("org/good", tmp_path)
+        assert "outside of its folder" in capsys.readouterr().err
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9,")
+    for _ in range(2):  # the second time it is not even tried
+        with pytest.raises(SystemExit):
+            common.hub_files("org/other", tmp_path)
     err = capsys.readouterr().err
-    assert "HTTP 404" in err and "HF_ENDPOINT" in err and err.count("\n") == 2
+    assert "HF_ENDPOINT" in err and err.count("\n") == 2 and common.MISSED["http://127.0.0.1:9"] == 2
+
+
+def test_hub_endpoints(hub, tmp_path, monkeypatch, capsys):
+    known = ["https://hf-mirror.com", "https://huggingface.co"]
+    for setting, order in {
+        "": known,
+        "http://a:1/": ["http://a:1", *known],
+        "https://huggingface.co": known[::-1],
+        "http://a:1, https://b": ["http://a:1", "https://b"],
+        "http://a:1,": ["http://a:1"],
+    }.items():
+        monkeypatch.setenv("HF_ENDPOINT", setting)
+        assert common.hub_endpoints() == order
+    monkeypatch.setenv("HF_ENDPOINT", "hf-mirror.com")
+    with pytest.raises(SystemExit):
+        common.hub_endpoints()
+    dead, alias = "http://127.0.0.1:9", hub.url.replace("127.0.0.1", "localhost")
+    monkeypatch.setenv("HF_ENDPOINT", f"{dead},{hub.url},{alias}")
+    FaultyHub.faults[:] = ["404", "", "html"]
+    assert fetch(tmp_path, "404", "drop").exists() and FaultyHub.log == [(0, 200), (150_000, 206)]  # from alias, then from hub
+    assert common.MISSED[dead] == 2
 
 
 # --- the user's mistakes, as the user meets them -----------------------------------------------------------------------
@@ -1310,7 +1403,7 @@ def test_the_first_step_does_not_turn_rounding_into_a_move():
     opt = Muon(model.param_groups(matrix_lr=0.02, embed_lr=0.5, head_lr=0.01, scalar_lr=0.04), CPU)
     idx = torch.randint(0, 300, (16, 65))
     (model(idx[:, :-1], idx[:, 1:]) / 1024).backward()
-    opt.step()
+    opt.step(torch.zeros(()))
     moved = {n: (p.detach() - before[n]).abs().max().item() for n, p in model.named_parameters()}
     assert all(move < 1e-5 for n, move in moved.items() if n.endswith("lambdas")), moved
     assert moved["embed.weight"] > 0.1 and moved["head.weight"] > 1e-3
@@ -1489,7 +1582,7 @@ def test_real_text_and_real_tasks_through_a_hub_mirror(home, tmp_path):
     )
     try:
         time.sleep(1)
-        env = {"HF_ENDPOINT": "http://127.0.0.1:8911"}
+        env = {"HF_ENDPOINT": "http://127.0.0.1:8911,"}
         shutil.copytree(home / "tokenizer", tmp_path / "tokenizer")
         out = run(
             "train_base.py", *SMALL, "--data_dir=npuchat/dev-text-zh", "--num_iterations=4", f"--out_dir={tmp_path}", env=env

@@ -949,14 +949,15 @@ def describe_rows(block, capacity, split):
 
 
 class RowLoader:
-    """An endless stream of batches (inputs (B, T), targets (B, T)) for this rank, -1 in targets where nothing is scored.
+    """An endless stream of steps: (inputs (R, T), targets (R, T)) on the host, -1 in targets where nothing is scored.
 
-    blocks: a function from (block number, epoch) to sequences; n_blocks: how many there are in an epoch. Rows are dealt out
-    to ranks in turn, so that the rows of one optimizer step are the same for any number of ranks. `state` says where to go on.
+    A step has `rows` rows; R of them, the same number give or take one, are this rank's. So the rows of a step are the same for
+    any number of ranks. blocks: a function from (block number, epoch) to sequences; n_blocks: how many there are in an epoch.
+    `state` says where to go on.
     """
 
-    def __init__(self, blocks, n_blocks, T, B, tok, dev, split, seed=0, state=None):
-        self.blocks, self.n_blocks, self.T, self.B = blocks, n_blocks, T, B
+    def __init__(self, blocks, n_blocks, T, rows, tok, dev, split, seed=0, state=None):
+        self.blocks, self.n_blocks, self.T, self.step_rows = blocks, n_blocks, T, rows
         self.tok, self.dev, self.split, self.seed = tok, dev, split, seed
         self.state = dict(state or {"epoch": 0, "block": 0, "row": 0})
 
@@ -977,17 +978,16 @@ class RowLoader:
                 self.state["block"], self.state["epoch"] = 0, self.state["epoch"] + 1
 
     def __iter__(self):
-        stream = self.rows()
+        stream, capacity = self.rows(), self.T + 1
         while True:
-            mine = []
-            for i in range(self.B * self.dev.world_size):
+            mine = [(np.empty((0, capacity), np.int64), np.empty((0, capacity), bool))]  # fewer rows than ranks: some have none
+            for i in range(self.step_rows):
                 row, sequences = next(stream)
-                if i // self.B == self.dev.rank:
-                    mine.append(fill_row(row, sequences, self.T + 1, self.tok.bos))
-            ids = torch.from_numpy(np.stack([m[0] for m in mine]))  # (B, T + 1)
-            mask = torch.from_numpy(np.stack([m[1] for m in mine]))
-            targets = torch.where(mask[:, 1:], ids[:, 1:], -1)
-            yield ids[:, :-1].to(self.dev.device), targets.to(self.dev.device)
+                if i % self.dev.world_size == self.dev.rank:
+                    ids, mask = fill_row(row, sequences, capacity, self.tok.bos)
+                    mine.append((ids[None], mask[None]))
+            ids, mask = (torch.from_numpy(np.concatenate(part)) for part in zip(*mine))  # (R, T + 1)
+            yield ids[:, :-1], torch.where(mask[:, 1:], ids[:, 1:], -1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

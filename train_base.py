@@ -8,19 +8,20 @@ Pretraining: predict the next token of raw text. Depth sets everything else.
 Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for the embedded text).
 Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
 """
-from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_resume, human, load_weights, print0,
-                    save_checkpoint, setup, split_batch, warn)
+from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_resume, human,
+                    load_weights, planned_device, print0, save_checkpoint, setup, split_batch)
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 from eval import evaluate_bpb, write_report
-from gpt import GPT, GPTConfig, complete, model_meta
-from muon import Muon
+from gpt import GPT, GPTConfig, complete, model_meta, print_plan, rows_that_fit
+from muon import Muon, choose_optimizer
 from tokenizer import RowLoader, describe_rows, find_tokenizer, load_corpus
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
@@ -57,19 +58,28 @@ eval_tokens = 32768          # tokens of validation text per measurement
 sample_every = 200           # steps between samples; 0 = never
 save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
-dtype = "auto"               # auto, float32, bfloat16
+dtype = "auto"               # auto, bfloat16, float16, float32
+compile = "auto"             # torch.compile: auto (where it helps), true, false
+optimizer = "auto"           # of the matrices: muon, adamw, or auto = muon if this device can
+activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, a third slower
+timeout_min = 30             # minutes without a sign of life after which a rank reports where it hangs and ends; 0 = never
 seed = 42                    # of initialisation and data order
 run = ""                     # name of this run (under torchrun write --run_name); "" = d<depth>
 out_dir = "out"              # where everything is written
 resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+debug_npu = False            # Ascend: exact stack traces, and slow (must stand on the command line)
+plan = False                 # print what a run would take in memory and time, and end
+plan_device = ""             # for which device, as 910B, A100 or cpu; "" = this machine's
+plan_ranks = 0               # on how many of them; 0 = one
+plan_vocab = 32768           # tokens of vocabulary
 bench = 0                    # time so many steps, write nothing, end with one line of JSON
 config = configure(globals())
 
 # --- SETUP -----------------------------------------------------------------------------------------------------------
-dev = setup(device_type, dtype, seed)
+dev = planned_device(plan_device, plan_ranks or 1, dtype) if plan else setup(device_type, dtype, seed)
 run_dir = Path(out_dir) / "base" / (run or f"d{depth}")
-started = find_resume(run_dir, config, resume) if not bench else None
-tok = find_tokenizer(out_dir, started)
+started = find_resume(run_dir, config, resume) if not bench and not plan else None
+tok = None if plan else find_tokenizer(out_dir, started)
 
 # --- MODEL -----------------------------------------------------------------------------------------------------------
 # (before DATA in this stage only: the horizon, and with it how much text is wanted, follows from the model)
@@ -85,8 +95,10 @@ heads = width // head
 if n_kv_head and heads % n_kv_head:
     fail(f"--n_kv_head={n_kv_head} does not divide the {heads} heads")
 with torch.device(dev.device):
-    model = GPT(GPTConfig(vocab_size=tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width, n_head=heads,
-                          n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds, layer_lambdas=layer_lambdas))
+    model = GPT(GPTConfig(vocab_size=plan_vocab if plan else tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth,
+                          n_embd=width, n_head=heads, n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds,
+                          layer_lambdas=layer_lambdas))
+model.activation_checkpointing = activation_checkpointing
 params, matmul_params = model.num_params()
 flops_per_token = model.flops_per_token(max_seq_len)
 auto(f"depth {depth}: width {width}, {heads} heads of {head}, {human(params)} parameters ({human(matmul_params)} in matmuls), "
@@ -97,17 +109,22 @@ target_tokens = target_flops / flops_per_token if target_flops else target_param
 if not total_batch_size:  # the best batch grows slowly with the number of tokens: 2**19 at d12 (1.3B tokens)
     best = 2 ** round(math.log2(2**19 * (target_tokens / 1.3e9) ** 0.383))
     total_batch_size = dev.first_choice[1] or max(2**14, best)
-device_batch_size, grad_accum_steps, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev, model)
+device_batch_size, step_rows, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev,
+                                                            rows_that_fit(model, max_seq_len, dev))
 num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
 lr_scale = lr_scale or max(1.0, math.sqrt(total_batch_size / 2**19))
 tokens = num_steps * total_batch_size
 auto(f"{num_steps} steps, {human(tokens)} tokens, {tokens / matmul_params:.1f} per parameter in matmuls")
 
+if plan:
+    print_plan(model, dev, device_batch_size, total_batch_size, num_steps)
+    sys.exit()
+
 # --- DATA ------------------------------------------------------------------------------------------------------------
 train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens)
 _, filled, _, cropped = describe_rows(train_docs[0], max_seq_len + 1, split=True)
 auto(f"rows of {max_seq_len} tokens: {filled:.2%} filled, {cropped:.2%} of the tokens cropped (in the first shard)")
-loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, device_batch_size, tok, dev,
+loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, step_rows, tok, dev,
                    split=True, seed=seed, state=started and started["loader"])
 batches = iter(loader)
 
@@ -115,13 +132,14 @@ batches = iter(loader)
 adam_scale = lr_scale * (width / 768) ** -0.5
 rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale,
          "scalar_lr": scalar_lr * lr_scale}
-optimizer = Muon(model.param_groups(**rates, weight_decay=weight_decay), dev)
+opt = Muon(model.param_groups(**rates, weight_decay=weight_decay, matrices=choose_optimizer(optimizer, dev)), dev)
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items())
      + f" (scale {lr_scale:.3g}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
 step, metrics = begin(started, run_dir, num_steps)
+saved = step  # the step of the newest checkpoint
 if started:
     model.load_state_dict(load_weights(started, "model.pt"))
-    optimizer.load_state_dict(load_weights(started, "optim.pt"))
+    opt.load_state_dict(load_weights(started, "optim.pt"))
 
 
 def lr_multiplier(step):
@@ -139,22 +157,37 @@ def sample():
         print0(f"   {prompt}|{tok.decode(tokens)}".replace("\n", "\\n"))
 
 
+def forward_backward(rows, scored, size):
+    """Over this rank's rows of the step, `size` at a time; the gradients add up in the parameters. -> the summed loss"""
+    opt.zero_grad()
+    loss_sum = torch.zeros((), device=dev.device)
+    for inputs, targets in zip(*(part.split(size) for part in rows)):
+        if len(inputs):  # a rank may have no row in a step
+            with dev.autocast():
+                loss = train_model(inputs.to(dev.device), targets.to(dev.device)) / max(1, scored)  # nats: all parts just add up
+            (loss * opt.loss_scale).backward()
+            loss_sum += loss.detach()
+    return loss_sum
+
+
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "base", num_steps, metrics["seconds"], step) if not bench else None
-peak, times, bad_steps = dev.peak_flops(), [], 0
+train_model = compiled(model, compile, dev)
+steps = Steps(device_batch_size, model, dev, timeout_min)
+peak, times = dev.peak_flops(), []
 while True:
     last = step == num_steps
-    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
-        state = optimizer.state_dict()  # gathered: all ranks take part
-        metrics["seconds"] = log.seconds
-        if dev.is_main:
-            save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
-                "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
-                "hardware": dev.hardware})
-        dev.barrier()
+    due = last or steps.stopping or (save_every and step % save_every == 0)
+    if not bench and step and due and step != saved:
+        metrics["seconds"], saved = log.seconds, step
+        save_checkpoint(run_dir, step, model, opt, {
+            "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
+            "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
+            "hardware": dev.hardware}, dev, must=last or steps.stopping)
+    if steps.stopping:
+        steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
-        metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, device_batch_size, eval_tokens)
+        metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, steps.rows, eval_tokens)
         log.measure(step, val_bpb=metrics["val_bpb"])
         log.line(step, [f"val bpb {metrics['val_bpb']:.4f}"])
     if not bench and sample_every and (last or step % sample_every == 0) and step:
@@ -164,30 +197,19 @@ while True:
 
     t0 = time.time()
     multiplier = lr_multiplier(step)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
-        if group["kind"] == "muon":
+        if group["label"] == "matrix":
             group["momentum"] = 0.85 + 0.1 * min(1, step / 300)
             group["weight_decay"] = weight_decay * (1 - step / num_steps)
-    optimizer.zero_grad()
-    passes = [next(batches) for _ in range(grad_accum_steps)]  # (inputs, targets), (B, T) each
-    scored = dev.sum(sum(int((targets >= 0).sum()) for _, targets in passes))  # tokens, over all passes and ranks
-    loss_sum = torch.zeros((), device=dev.device)
-    for inputs, targets in passes:
-        with dev.autocast():
-            loss = model(inputs, targets) / scored  # summed nats: what passes and ranks contribute just adds up
-        loss.backward()
-        loss_sum += loss.detach()
-    grad_norm = optimizer.step()
-    train_loss = dev.sum(loss_sum).item()
+    rows = next(batches)  # this rank's share of the step: inputs and targets, (R, T) each
+    scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
+    loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
+    grad_norm, train_loss = opt.step(loss_sum)
     dev.synchronize()
     dt = time.time() - t0
     step += 1
-    bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
-    if bad_steps:
-        warn(f"step {step}: the gradient is not finite, the step was skipped ({bad_steps} in a row)")
-        if bad_steps == 10:
-            fail(f"ten steps in a row had no finite gradient: lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
+    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
     metrics["tokens"] += total_batch_size
     times = (times + [dt])[-50:]
     typical = sorted(times)[len(times) // 2]

@@ -8,8 +8,8 @@ Mid-training: the base model meets conversations, and learns their form and thei
 Reads the newest base checkpoint in out_dir, the tasks, and some of the base model's text.
 Writes out_dir/mid/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_sft.py goes on from there.
 """
-from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_checkpoint, find_resume, human,
-                    load_weights, print0, save_checkpoint, setup, split_batch, warn)
+from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_checkpoint,
+                    find_resume, human, load_weights, print0, save_checkpoint, setup, split_batch)
 
 import json
 import math
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from eval import Mixture, evaluate_bpb, evaluate_chat, make_tasks, write_report
-from gpt import load_model, model_meta
-from muon import Muon
+from gpt import load_model, model_meta, rows_that_fit
+from muon import Muon, choose_optimizer
 from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokenizer, load_corpus
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
@@ -45,11 +45,16 @@ eval_problems = 50           # problems per task
 eval_tokens = 32768          # tokens of validation text for bits per byte
 save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
-dtype = "auto"               # auto, float32, bfloat16
+dtype = "auto"               # auto, bfloat16, float16, float32
+compile = "auto"             # torch.compile: auto (where it helps), true, false
+optimizer = "auto"           # of the matrices: muon, adamw, or auto = muon if this device can
+activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, a third slower
+timeout_min = 30             # minutes without a sign of life after which a rank reports where it hangs and ends; 0 = never
 seed = 42                    # of data order
 run = ""                     # name of this run (under torchrun write --run_name); "" = that of the run it starts from
 out_dir = "out"              # where everything is written
 resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+debug_npu = False            # Ascend: exact stack traces, and slow (must stand on the command line)
 bench = 0                    # time so many steps, write nothing, end with one line of JSON
 config = configure(globals())
 
@@ -79,19 +84,21 @@ auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conv
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
+model.activation_checkpointing = activation_checkpointing
 wanted = total_batch_size or parent["batch"]
-device_batch_size, grad_accum_steps, total_batch_size = split_batch(wanted, T, device_batch_size, dev, model)
+device_batch_size, step_rows, total_batch_size = split_batch(wanted, T, device_batch_size, dev, rows_that_fit(model, T, dev))
 rates = {k: v * lr_frac * math.sqrt(total_batch_size / parent["batch"]) for k, v in parent["rates"].items()}
-optimizer = Muon(model.param_groups(**rates), dev)
-optimizer.load_state_dict(load_weights(started or parent, "optim.pt"))  # the momenta go on too
+opt = Muon(model.param_groups(**rates, matrices=choose_optimizer(optimizer, dev)), dev)
+opt.load_state_dict(load_weights(started or parent, "optim.pt"))  # the momenta go on too
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / filled / total_batch_size))
 auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size * filled / epoch:.2f} epochs")
-loader = RowLoader(blocks, n_blocks, T, device_batch_size, tok, dev, split=False, seed=seed, state=started and started["loader"])
+loader = RowLoader(blocks, n_blocks, T, step_rows, tok, dev, split=False, seed=seed, state=started and started["loader"])
 batches = iter(loader)
 step, metrics = begin(started, run_dir, num_steps)
+saved = step  # the step of the newest checkpoint
 
 
 def lr_multiplier(step):
@@ -100,23 +107,38 @@ def lr_multiplier(step):
     return min(1.0, (step + 1) / max(1, warmup_steps), final_lr + (1 - final_lr) * (num_steps - step) / warmdown)
 
 
+def forward_backward(rows, scored, size):
+    """Over this rank's rows of the step, `size` at a time; the gradients add up in the parameters. -> the summed loss"""
+    opt.zero_grad()
+    loss_sum = torch.zeros((), device=dev.device)
+    for inputs, targets in zip(*(part.split(size) for part in rows)):
+        if len(inputs):  # a rank may have no row in a step
+            with dev.autocast():
+                loss = train_model(inputs.to(dev.device), targets.to(dev.device)) / max(1, scored)  # nats: all parts just add up
+            (loss * opt.loss_scale).backward()
+            loss_sum += loss.detach()
+    return loss_sum
+
+
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "mid", num_steps, metrics["seconds"], step) if not bench else None
-times, bad_steps = [], 0
+train_model = compiled(model, compile, dev)
+steps = Steps(device_batch_size, model, dev, timeout_min)
+times = []
 while True:
     last = step == num_steps
-    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
-        state = optimizer.state_dict()  # gathered: all ranks take part
-        metrics["seconds"] = log.seconds
-        if dev.is_main:
-            save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "mid", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": text,
-                "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
-                "hardware": dev.hardware})
-        dev.barrier()
+    due = last or steps.stopping or (save_every and step % save_every == 0)
+    if not bench and step and due and step != saved:
+        metrics["seconds"], saved = log.seconds, step
+        save_checkpoint(run_dir, step, model, opt, {
+            "stage": "mid", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": text,
+            "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
+            "hardware": dev.hardware}, dev, must=last or steps.stopping)
+    if steps.stopping:
+        steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
-        val_bpb = evaluate_bpb(model, val_docs, tok, dev, T, device_batch_size, eval_tokens)
+        val_bpb = evaluate_bpb(model, val_docs, tok, dev, T, steps.rows, eval_tokens)
         log.measure(step, val_bpb=val_bpb, tasks={n: r["acc"] for n, r in scores.items()})
         log.line(step, [f"val bpb {val_bpb:.4f}"] + [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
     if last:
@@ -124,27 +146,16 @@ while True:
 
     t0 = time.time()
     multiplier = lr_multiplier(step)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
-    optimizer.zero_grad()
-    passes = [next(batches) for _ in range(grad_accum_steps)]  # (inputs, targets), (B, T) each
-    scored = dev.sum(sum(int((targets >= 0).sum()) for _, targets in passes))  # tokens, over all passes and ranks
-    loss_sum = torch.zeros((), device=dev.device)
-    for inputs, targets in passes:
-        with dev.autocast():
-            loss = model(inputs, targets) / max(1, scored)  # summed nats: what passes and ranks contribute just adds up
-        loss.backward()
-        loss_sum += loss.detach()
-    grad_norm = optimizer.step()
-    train_loss = dev.sum(loss_sum).item()
+    rows = next(batches)  # this rank's share of the step: inputs and targets, (R, T) each
+    scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
+    loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
+    grad_norm, train_loss = opt.step(loss_sum)
     dev.synchronize()
     dt = time.time() - t0
     step += 1
-    bad_steps = 0 if math.isfinite(grad_norm) else bad_steps + 1
-    if bad_steps:
-        warn(f"step {step}: the gradient is not finite, the step was skipped ({bad_steps} in a row)")
-        if bad_steps == 10:
-            fail(f"ten steps in a row had no finite gradient: lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
+    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
     metrics["tokens"] += total_batch_size
     times = (times + [dt])[-50:]
     typical = sorted(times)[len(times) // 2]

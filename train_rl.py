@@ -13,11 +13,10 @@ group; the loss is -advantage * log p of each sampled token, summed over the ste
 Reads the newest SFT checkpoint in out_dir and a task.
 Writes out_dir/rl/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; chat.py talks to it.
 """
-from common import (Log, auto, begin, cleanup, command, configure, duration, fail, find_checkpoint, find_resume, human,
-                    load_weights, print0, save_checkpoint, setup, warn)
+from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_checkpoint,
+                    find_resume, human, in_batches, load_weights, print0, save_checkpoint, setup)
 
 import json
-import math
 import random
 import time
 from pathlib import Path
@@ -25,8 +24,8 @@ from pathlib import Path
 import torch
 
 from eval import TASKS, evaluate_task, make_tasks, visible_text, write_report
-from gpt import complete, load_model, model_meta
-from muon import Muon
+from gpt import complete, load_model, model_meta, rows_that_fit
+from muon import Muon, choose_optimizer
 from tokenizer import find_tokenizer
 
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ temperature = 1.0            # of the sampling; 1 is the model's own distributio
 top_k = 0                    # 0 = all tokens
 # horizon and batch
 num_iterations = 60          # optimizer steps, each on fresh rollouts
-device_batch_size = 0        # tries per device per forward and backward; 0 = choose for me
+device_batch_size = 0        # tries per device, sampled or trained on at a time; 0 = choose for me
 # learning
 lr_frac = 0.1                # share of the learning rates of the stage it starts from
 warmup_steps = 3             # steps of linear warm-up
@@ -51,11 +50,16 @@ eval_problems = 100          # test problems
 sample_every = 20            # steps between printed tries; 0 = never
 save_every = 20              # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
-dtype = "auto"               # auto, float32, bfloat16
+dtype = "auto"               # auto, bfloat16, float16, float32
+compile = "auto"             # torch.compile: auto (where it helps), true, false
+optimizer = "auto"           # of the matrices: muon, adamw, or auto = muon if this device can
+activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, a third slower
+timeout_min = 30             # minutes without a sign of life after which a rank reports where it hangs and ends; 0 = never
 seed = 42                    # of problem order and sampling
 run = ""                     # name of this run (under torchrun write --run_name); "" = that of the run it starts from
 out_dir = "out"              # where everything is written
 resume = True                # continue this run's newest checkpoint; false = start over (an old run is kept aside)
+debug_npu = False            # Ascend: exact stack traces, and slow (must stand on the command line)
 bench = 0                    # time so many steps, write nothing, end with one line of JSON
 config = configure(globals())
 
@@ -87,16 +91,18 @@ auto(f"data {task}: {human(len(chosen))} problems ({len(problems) - len(chosen)}
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
+model.activation_checkpointing = activation_checkpointing
 rates = {k: v * lr_frac for k, v in parent["rates"].items()}
-optimizer = Muon(model.param_groups(**rates), dev)
+opt = Muon(model.param_groups(**rates, matrices=choose_optimizer(optimizer, dev)), dev)
 if started:  # the momenta of supervised learning point elsewhere: RL begins with fresh ones
-    optimizer.load_state_dict(load_weights(started, "optim.pt"))
+    opt.load_state_dict(load_weights(started, "optim.pt"))
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 num_steps = bench + 1 if bench else num_iterations
 auto(f"{num_steps} steps, {num_steps * prompts_per_step} prompts, {num_steps * prompts_per_step / len(chosen):.2f} epochs")
 step, metrics = begin(started, run_dir, num_steps)
+saved = step  # the step of the newest checkpoint
 
 
 def lr_multiplier(step):
@@ -105,20 +111,21 @@ def lr_multiplier(step):
 
 
 def rollouts(step):
-    """This rank's tries at the step's problems. -> list of groups: {"conversation", "prompt", "tries", "rewards", "ended"}"""
-    first = step * prompts_per_step
-    mine = [problems[chosen[i % len(chosen)]] for i in range(first, first + prompts_per_step)][dev.rank :: dev.world_size]
-    if not mine:  # more ranks than prompts
-        return []
-    prompts = [tok.render_for_completion(c) for c in mine]
-    fresh = (seed * 1_000_003 + step) * 4099 + dev.rank  # another seed for every step and rank, the same after a resume
-    tries = complete(model, tok, prompts, dev, num_samples=num_samples, max_new_tokens=max_new_tokens,
-                     temperature=temperature, top_k=top_k, seed=fresh)
+    """This rank's tries at the step's problems. -> list of groups: {"prompt", "tries", "rewards", "ended"}"""
+    mine = range(step * prompts_per_step, (step + 1) * prompts_per_step)[dev.rank :: dev.world_size]
+
+    def sample(batch):  # of (number, prompt); each has a random stream of its own, the same on any number of ranks
+        return complete(model, tok, [prompt for _, prompt in batch], dev, num_samples=num_samples, max_new_tokens=max_new_tokens,
+                        temperature=temperature, top_k=top_k, seed=[[seed, i] for i, _ in batch])
+
     groups = []
-    for conversation, prompt, group in zip(mine, prompts, tries):
-        ended = [tokens[-1] == tok.assistant_end for tokens, _ in group]
-        rewards = [problems.grade(conversation, visible_text(tok, tokens)) * end for (tokens, _), end in zip(group, ended)]
-        groups.append({"conversation": conversation, "prompt": prompt, "tries": group, "rewards": rewards, "ended": ended})
+    numbered = [(i, tok.render_for_completion(problems[chosen[i % len(chosen)]])) for i in mine]
+    for batch, tries in in_batches(numbered, device_batch_size // num_samples or len(numbered), sample, dev):
+        for (i, prompt), group in zip(batch, tries):
+            ended = [tokens[-1] == tok.assistant_end for tokens, _ in group]
+            rewards = [problems.grade(problems[chosen[i % len(chosen)]], visible_text(tok, tokens)) * end
+                       for (tokens, _), end in zip(group, ended)]
+            groups.append({"prompt": prompt, "tries": group, "rewards": rewards, "ended": ended})
     return groups
 
 
@@ -144,20 +151,36 @@ def pad(rows):
     return ids[:, :-1], ids[:, 1:].masked_fill(mask[:, 1:] == 0, -1), torch.tensor([[r[2]] for r in rows], device=dev.device)
 
 
+def forward_backward(rows, sampled, size):
+    """The policy gradient over this rank's tries, `size` at a time. -> the summed loss"""
+    opt.zero_grad()
+    loss_sum = torch.zeros((), device=dev.device)
+    for at in range(0, len(rows), size):
+        inputs, targets, advantages = pad(rows[at : at + size])
+        with dev.autocast():
+            nll = train_model(inputs, targets, reduction="none")  # (B, T) = -log p of each sampled token, 0 elsewhere
+        loss = (advantages * nll).sum() / sampled
+        (loss * opt.loss_scale).backward()
+        loss_sum += loss.detach()
+    return loss_sum
+
+
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "rl", num_steps, metrics["seconds"], step) if not bench else None
+train_model = compiled(model, compile, dev)
+steps = Steps(device_batch_size or min(64, rows_that_fit(model, T, dev)), model, dev, timeout_min)
 sample_s, train_s, tokens_done, times = 0.0, 0.0, 0, []
 while True:
     last = step == num_steps
-    if not bench and step and (last or (save_every and step % save_every == 0)) and step != (started or {}).get("step"):
-        state = optimizer.state_dict()  # gathered: all ranks take part
-        metrics["seconds"] = log.seconds
-        if dev.is_main:
-            save_checkpoint(run_dir, step, model.state_dict(), state, {
-                "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
-                "parent": parent["seal"], "rates": rates, "batch": parent["batch"], "metrics": metrics,
-                "hardware": dev.hardware})
-        dev.barrier()
+    due = last or steps.stopping or (save_every and step % save_every == 0)
+    if not bench and step and due and step != saved:
+        metrics["seconds"], saved = log.seconds, step
+        save_checkpoint(run_dir, step, model, opt, {
+            "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
+            "parent": parent["seal"], "rates": rates, "batch": parent["batch"], "metrics": metrics,
+            "hardware": dev.hardware}, dev, must=last or steps.stopping)
+    if steps.stopping:
+        steps.leave(step)
     if not bench and (last or step == 0 or (eval_every and step % eval_every == 0)):
         metrics["test_acc"] = evaluate_task(model, tok, dev, test_problems, eval_problems, max_new_tokens=max_new_tokens)["acc"]
         log.measure(step, test_acc=metrics["test_acc"])
@@ -176,8 +199,7 @@ while True:
               sum(sum(g["rewards"]) for g in groups),
               sum(len(tokens) for g in groups for tokens, _ in g["tries"]),
               sum(not end for g in groups for end in g["ended"])]
-    counts = dev.sum(torch.tensor(counts, dtype=torch.float32, device=dev.device)).tolist()  # over all ranks
-    n_groups, n_solved, n_flat, total_reward, new_tokens, n_cut = counts
+    n_groups, n_solved, n_flat, total_reward, new_tokens, n_cut = dev.sum(counts)  # over all ranks
     n_tries = n_groups * num_samples
     solved, flat = n_solved / n_groups, n_flat / n_groups  # one right try at least; all tries alike
     reward, length, truncated = total_reward / n_tries, new_tokens / n_tries, n_cut / n_tries
@@ -186,28 +208,18 @@ while True:
         text = tok.decode(groups[0]["prompt"] + groups[0]["tries"][0][0])
         print0("   " + text.replace("\n", "\\n") + f"  -> reward {groups[0]['rewards'][0]:g}")
     multiplier = lr_multiplier(step)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # a rank whose groups are all flat still takes part in the step
-    rows, loss_sum = training_rows(groups), torch.zeros((), device=dev.device)
-    for at in range(0, len(rows), device_batch_size or 64):
-        inputs, targets, advantages = pad(rows[at : at + (device_batch_size or 64)])
-        with dev.autocast():
-            nll = model(inputs, targets, reduction="none")  # (B, T) = -log p of each sampled token, 0 elsewhere
-        loss = (advantages * nll).sum() / sampled
-        loss.backward()
-        loss_sum += loss.detach()
+    rows = training_rows(groups)
+    loss_sum = steps.run(lambda size: forward_backward(rows, sampled, size))
     if flat < 1:  # all ranks know the same number
-        grad_norm = optimizer.step()
-        if not math.isfinite(grad_norm):
-            warn(f"step {step + 1}: the gradient is not finite, the step was skipped")
+        grad_norm, loss = opt.step(loss_sum)
     else:
-        grad_norm = 0.0  # every group all right or all wrong: nothing to learn
-    loss = dev.sum(loss_sum).item()
+        grad_norm, loss = 0.0, 0.0  # every group all right or all wrong: nothing to learn
     dev.synchronize()
     step += 1
     dt = time.time() - t0
+    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
     times = (times + [dt])[-50:]
     sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + new_tokens
     metrics["tokens"] += int(new_tokens)
