@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
+import traceback as tracebacks
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,6 +148,12 @@ def stopped(kind, value, traceback):
     if issubclass(kind, KeyboardInterrupt):
         print0("\nstopped; the same command goes on from what was saved last", file=sys.stderr)
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
+    if out_of_memory(value):  # not in a pass, where it is dealt with: while loading, or in the optimizer's step
+        *_, (frame, line) = ((f.f_code, n) for f, n in tracebacks.walk_tb(traceback))
+        sys.stderr.write(f"error: out of memory (rank {RANK}, in {frame.co_name}, {Path(frame.co_filename).name}:{line}): take a "
+                         "smaller --depth, or more devices, which share the optimizer's state; train_base.py --plan=1 tells "
+                         "beforehand\n")
+        os._exit(2)
     lost = re.search(r"onnection (closed|reset|refused)|Broken pipe|HCCL|NCCL|hccl api failed", str(value))
     if issubclass(kind, RuntimeError) and WORLD_SIZE > 1 and lost:
         why = str(value).splitlines()[0]
@@ -355,6 +361,11 @@ class Device:
         if self.module:
             self.module.empty_cache()
 
+    @property
+    def fused_attention(self):
+        """Whether scaled_dot_product_attention has a kernel here that never holds all (T, T) scores."""
+        return not (self.type == "mps" or (self.type == "npu" and no_bf16(self.name)))
+
     def overflowed(self):
         """Whether a number left fp16's range since the last call: 910A and 310P saturate, so that no inf gives it away."""
         if self.type != "npu" or self.dtype != torch.float16 or not no_bf16(self.name):
@@ -408,14 +419,18 @@ def host_memory():
 def matmul_flops(device, dtype, n=1024, seconds=0.2):
     """Measured FLOP/s of an (n, n) matmul: the best of several, since others may be using the machine."""
     a, best, end = torch.randn(n, n, device=device).to(dtype), 0.0, time.perf_counter() + seconds
-    repeats = 1 if device.type == "cpu" else 20  # launched together, so that the launch is not what is measured
     sync = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
-    while time.perf_counter() < end:
+    repeats = 1
+    while best == 0 or time.perf_counter() < end:
+        sync()
         t0 = time.perf_counter()
         for _ in range(repeats):
             a @ a
         sync()
-        best = max(best, repeats * 2 * n**3 / (time.perf_counter() - t0))
+        took = time.perf_counter() - t0
+        best = max(best, repeats * 2 * n**3 / took)
+        if took < 0.005 and device.type != "cpu":
+            repeats *= 4  # launched together, so that the launch is not what is measured
     return best
 
 
@@ -434,7 +449,7 @@ def find_devices():
 
 def no_bf16(name):
     """Whether an Ascend card is of the generation before bf16. Asked by name: nothing has to be initialised for it."""
-    return name in FIRST_910 or name.startswith("Ascend310")
+    return name in FIRST_910 or name.lower().startswith(("ascend310", "910a", "310"))
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -472,8 +487,8 @@ def planned_device(name, ranks, dtype="auto"):
     tflops, gigabytes, _ = card_facts(name)
     if not here and not tflops:
         fail(f"--plan_device={name} is not known here: take one of {', '.join(CARDS)}, or cpu")
-    old = kind == "npu" and (no_bf16(name) or name.lower().startswith(("910a", "310")))
-    chosen = torch.float32 if name == "cpu" else torch.float16 if old or name.lower() in ("v100", "t4") else torch.bfloat16
+    old = no_bf16(name) if kind == "npu" else name.lower() in ("v100", "t4")
+    chosen = torch.float32 if name == "cpu" else torch.float16 if old else torch.bfloat16
     memory = host_memory()[0] // ranks if kind == "cpu" else int(gigabytes * 1e9 * 0.97)  # the driver keeps some
     return Device(torch.device("meta"), kind, name, DTYPES.get(dtype, chosen), 0, 0, ranks, memory)
 
@@ -518,7 +533,8 @@ def setup(device_type="auto", dtype="auto", seed=42):
         # Numbers and decisions go through gloo on the host, tensors through the device's own library. The time-out is long because
         # ranks wait while one of them downloads; what hangs is the watchdog's business.
         backend = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}.get(kind, "gloo")
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))
+        dist.init_process_group(backend, store=meeting_point(), rank=RANK, world_size=WORLD_SIZE,
+                                timeout=datetime.timedelta(hours=2))
     dtype, why = choose_dtype(kind, name, dtype)
     if WORLD_SIZE > 1:  # a probe may end differently on two ranks
         box = [dtype]
@@ -529,6 +545,29 @@ def setup(device_type="auto", dtype="auto", seed=42):
     threads = f", {torch.get_num_threads()} threads" if kind == "cpu" else ""
     auto(f"device {kind} ({name}{threads}) x {WORLD_SIZE}, dtype {str(dtype)[6:]} ({why}), torch {torch.__version__}")
     return dev
+
+
+def meeting_point(minutes=10):
+    """A store in which the ranks find each other. torchrun's own outlives a restart and still holds the addresses of the ranks
+    that died, so rank 0 opens a fresh one and says there where it is; a stale answer leads to a closed port, and is asked again."""
+    host, end = os.environ["MASTER_ADDR"], time.monotonic() + 60 * minutes
+    torchruns, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=minutes)))
+    if RANK == 0:
+        store = dist.TCPStore(host, 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
+        torchruns.set("npuchat_port", str(store.port))
+    else:
+        while True:
+            try:
+                port = int(torchruns.get("npuchat_port"))
+                store = dist.TCPStore(host, port, WORLD_SIZE, wait_for_workers=False, timeout=datetime.timedelta(seconds=3))
+                break
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+    store.set_timeout(datetime.timedelta(hours=2))
+    meeting_point.kept = torchruns  # where there is no torchrun, rank 0 serves this one
+    return store
 
 
 def cpu_info(*keys):
@@ -601,7 +640,7 @@ class Watchdog:
             silent = time.monotonic() - cls.last
             if cls.seconds and silent > cls.seconds * (2 if cls.waits else 1):
                 doing = "has waited for the other ranks" if cls.waits else "hangs: no sign of life"
-                stack = "".join(traceback.format_stack(sys._current_frames()[main]))
+                stack = "".join(tracebacks.format_stack(sys._current_frames()[main]))
                 sys.stderr.write(f"error: rank {RANK} of {WORLD_SIZE} (process {os.getpid()} on {platform.node()}) {doing} for "
                                  f"{silent / 60:.1f} minutes (--timeout_min); it is here:\n{stack}")
                 sys.stderr.flush()

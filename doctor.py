@@ -6,7 +6,7 @@ Is this machine ready? A table of checks, each with what to do; nothing here is 
     python common.py --device_type=cpu   # look at one kind of device only
 """
 from common import (ASCEND, ASCEND_SET, DEBUGGING, NPU_ERROR, STAGES, card_facts, choose_dtype, configure, cpu_info,
-                    find_devices, host_memory, hub_endpoints, len_cores, matmul_flops, newest_checkpoint, no_bf16, read_checkpoint,
+                    find_devices, host_memory, hub_endpoints, len_cores, matmul_flops, no_bf16, read_checkpoint,
                     run_folders, setup, step_folders)
 
 import contextlib
@@ -226,9 +226,10 @@ def files():
         yield "tokenizer", OK, f"none in {folder} yet", "python tokenizer.py makes one"
     for stage in STAGES:
         for run_dir in run_folders(out_dir, stage):
-            bad = [p for p in step_folders(run_dir) if isinstance(read_checkpoint(p), str)]
-            meta = newest_checkpoint(run_dir) if len(bad) < len(step_folders(run_dir)) else None
-            if meta:
+            metas = {p: read_checkpoint(p) for p in step_folders(run_dir)}
+            bad, sound = ([p for p, meta in metas.items() if isinstance(meta, kind)] for kind in (str, dict))
+            if sound:
+                meta = metas[sound[-1]]
                 other = digest and meta["tokenizer"] != digest
                 yield f"{stage}/{run_dir.name}", WARN if bad or other else OK, (
                     f"step {meta['step']}, tokenizer {meta['tokenizer'][:12]}"

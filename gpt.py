@@ -6,6 +6,7 @@ with a soft cap on the logits. Each idea beyond that is a field of GPTConfig. Th
 in which prompts of any lengths run side by side and a calculator answers inside the sequence.
 """
 import ast
+import bisect
 import itertools
 import math
 import operator
@@ -213,31 +214,31 @@ class GPT(nn.Module):
         return [{**g, "label": k} for k, g in groups.items() if "params" in g]
 
 
-def memory_plan(config, rows, T, ranks, bytes_per_number, checkpointing=False):
-    """Bytes that training holds on one device at its peak, by part; rows: per pass.
+def memory_plan(model, rows, dev):
+    """Bytes that training with `rows` rows per pass holds on one device, by part, and "peak": the parts do not all stand at the
+    same time. The factors are what the allocator was seen to hold (test_all.py compares); under autocast a layer keeps
+    56 numbers' worth of bytes per token and channel, in fp32 82."""
+    config, half, W = model.config, dev.dtype != torch.float32, dev.world_size
+    L, C, V, T = config.n_layer, config.n_embd, config.vocab_size, config.max_seq_len
+    (P, M), N = model.num_params(), rows * T
+    layer = N * C * (82 if not half else 56 if dev.dtype == torch.bfloat16 else 60)  # fp16's norms are done in fp32
+    if not dev.fused_attention:
+        layer += N * config.n_head * T * (4 if half else 8)  # the scores and their softmax
+    kept = L * 4 * C * N + layer if model.activation_checkpointing else L * layer
+    parts = {"weights": 4 * P, "gradients": 4 * P, "optimizer": (4 * M + 8 * (P - M)) // W,
+             "activations": kept + 12 * C * N + (2 * M if half else 0), "logits": 16 * min(N * V, max(V, LOGITS_AT_ONCE))}
+    biggest = 4 * max(4 * C * C * L, V * C)  # what the optimizer works on at a time: all matrices of a shape, or one embedding
+    parts["optimizer's step"] = 4 * P // W + biggest * (1 + (5 if half else 7) // W)
+    backward = max(parts["activations"] + parts["logits"], 4 * P + layer + 12 * C * N)  # as it begins, as it ends
+    parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, 4 * P, parts["optimizer's step"])
+    return parts
 
-    bytes_per_number: 2 under autocast, else 4. The shares were fitted to what the allocator measures (test_all.py checks them)."""
-    with torch.device("meta"):
-        params, matmul = GPT(config).num_params()
-    L, C, V, N = config.n_layer, config.n_embd, config.vocab_size, rows * T
-    half = bytes_per_number == 2
-    block = (62 if half else 76) * C  # bytes per token and layer kept for the backward pass
-    kept = 4 * C * L + block if checkpointing else L * block
-    return {"weights": 4 * params + (2 * matmul if half else 0), "gradients": 4 * params,
-            "optimizer": (4 * matmul + 8 * (params - matmul)) // ranks,
-            "activations": N * (kept + 16 * C), "logits": 5 * 4 * min(N * V, LOGITS_AT_ONCE)}
 
-
-def rows_that_fit(model, T, dev, spare=0.1):
-    """The most rows of T tokens for one pass on this rank's device, by the memory model; at least 1. Of all ranks, the least."""
-    def need(rows):  # beside the weights, which are there already unless the device is only planned
-        parts = memory_plan(model.config, rows, T, dev.world_size, 2 if dev.dtype != torch.float32 else 4,
-                            model.activation_checkpointing)
-        return sum(parts.values()) - (0 if dev.memory else 4 * model.num_params()[0])
-
-    free, rows = dev.free_memory() * (1 - spare), 1
-    while rows < 4096 and need(rows + 1) <= free:
-        rows += 1
+def rows_that_fit(model, dev, spare=0.1):
+    """The most rows for one pass on this rank's device, by the memory model; at least 1. Of all ranks, the least."""
+    there = 0 if dev.memory else 4 * model.num_params()[0]  # the weights are, unless the device is only planned
+    free = dev.free_memory() * (1 - spare) + there
+    rows = max(1, bisect.bisect_right(range(4096), free, key=lambda rows: memory_plan(model, rows, dev)["peak"]) - 1)
     each = [rows if rank == dev.rank else 0 for rank in range(dev.world_size)]
     return rows if dev.memory else min(dev.sum(each))  # a planned device has no fellows to ask
 
@@ -245,8 +246,8 @@ def rows_that_fit(model, T, dev, spare=0.1):
 def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):
     """What a run would take: numbers, memory by part, hours."""
     T, (params, matmul) = model.config.max_seq_len, model.num_params()
-    parts = memory_plan(model.config, rows, T, dev.world_size, 4 if dev.dtype == torch.float32 else 2,
-                        model.activation_checkpointing)
+    parts = memory_plan(model, rows, dev)
+    peak_memory = parts.pop("peak")
     flops, peak = model.flops_per_token(T) * total_batch_size * steps, dev.peak_flops()
     share = 0.6 if dev.type == "cpu" else mfu  # of a peak that was measured, not of a data sheet's
     hours = peak and flops / (peak * share * dev.world_size) / 3600
@@ -257,12 +258,12 @@ def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):
         ("FLOPs", f"{human(flops)} ({human(model.flops_per_token(T))} a token)"),
         ("rows at a time", f"{rows} of {T} tokens per device"),
         *((f"  {part}", f"{size / 2**30:8.2f} GiB") for part, size in parts.items()),
-        ("memory", f"{sum(parts.values()) / 2**30:8.2f} of {dev.memory / 2**30:.1f} GiB per device"),
+        ("memory at its peak", f"{peak_memory / 2**30:8.2f} of {dev.memory / 2**30:.1f} GiB per device"),
         ("time", f"{hours:.1f} hours at {share:.0%} of {human(peak)}FLOP/s, which is usual; --bench=20 measures yours" if hours
          else f"not known: no peak FLOP/s for {dev.name} in {str(dev.dtype)[6:]}"),
     ]:
-        print0(f"{name:<16} {value}")
-    if sum(parts.values()) > dev.memory:
+        print0(f"{name:<19} {value}")
+    if peak_memory > dev.memory:
         warn("this does not fit: take --activation_checkpointing=1, a smaller --depth or --max_seq_len, or another device")
 
 

@@ -156,11 +156,12 @@ class Muon:
         self._rescale(finite)
         if not finite:
             return math.nan if math.isnan(squares + loss) else math.inf, loss
-        for unit, grad in zip(self.units, grads):
+        for unit in self.units:
+            grad = grads.pop(0).float()  # so that it is freed when it is used up
             weight = self._pack(unit, [p.data for _, p in unit["named"]])
             own = self._own(unit, weight)
             unit["step"] += 1
-            {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]](unit, own, grad.float() / scale)
+            {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]](unit, own, grad if scale == 1 else grad / scale)
             self._scatter(unit, self._gather(unit, own))
         return math.sqrt(squares), loss
 

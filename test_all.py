@@ -19,7 +19,9 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -1069,7 +1071,7 @@ def save(folder, step, **meta):
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, capsys):
     rng = random.Random(0)
-    for trial in range(60):
+    for trial in range(200):
         shutil.rmtree(tmp_path / "base", ignore_errors=True)
         save(tmp_path / "base" / "d4", 1), save(tmp_path / "base" / "d4", 2)
         path = tmp_path / "base" / "d4" / "step_000002" / rng.choice(["model.pt", "optim.pt", "meta.json"])
@@ -1610,6 +1612,399 @@ def test_real_text_and_real_tasks_through_a_hub_mirror(home, tmp_path):
         assert {"gsm8k", "mmlu", "arc_easy", "arc_challenge"} <= json.loads(out.splitlines()[-1])["mid"].keys()
     finally:
         server.kill()
+
+
+# --- devices: the simulated NPU ----------------------------------------------------------------------------------------
+def test_ascend_variables_follow_the_card_and_leave_the_users_alone(tmp_path):
+    for card in ("910A", "910B", "910C", "310P", ""):
+        env = {"HCCL_CONNECT_TIMEOUT": "900"}
+        got = common.ascend_environment(card, env=env)
+        modern = card not in ("910A", "310P")
+        assert env["HCCL_CONNECT_TIMEOUT"] == "900" and "HCCL_CONNECT_TIMEOUT" not in got
+        assert (got.get("TASK_QUEUE_ENABLE") == "2") == modern == ("PYTORCH_NPU_ALLOC_CONF" in got)
+        assert not {"ASCEND_LAUNCH_BLOCKING", "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_GLOBAL_LOG_LEVEL"} & env.keys()
+    assert "PYTORCH_NPU_ALLOC_CONF" not in common.ascend_environment("910B", env={"PYTORCH_ALLOC_CONF": "x"})
+    assert common.ascend_environment("910B", debug=True, env={}) == common.DEBUGGING
+    ports = set()
+    for port in (29500, 29501, 29600, 40123):  # jobs on one host, and stages in a row, keep out of each other's way
+        for script in ("train_base.py", "train_mid.py", "train_sft.py", "train_rl.py", "eval.py"):
+            job = {"WORLD_SIZE": "8", "MASTER_PORT": str(port)}
+            ports.add(common.ascend_environment("910B", env=job, script=script)["HCCL_HOST_SOCKET_PORT_RANGE"])
+            assert "HCCL_IF_BASE_PORT" in common.ascend_environment("910A", env=dict(job, HCCL_HOST_SOCKET_PORT_RANGE="1-2"))
+    assert len(ports) == 20 and all(20000 <= int(p.split("-")[0]) <= 32000 for p in ports)
+    for i, (vendor, device) in enumerate([("0x8086", "0x1234"), ("0x19e5", "0xd802")]):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "vendor").write_text(vendor + "\n"), (tmp_path / str(i) / "device").write_text(device + "\n")
+    assert common.ascend_card(tmp_path) == "910B" and common.ascend_card(tmp_path / "none") == ""
+
+
+def test_cards_are_known_by_name():
+    for name, old, tflops in (("Ascend910B", True, 256), ("Ascend910B2", False, 354), ("Ascend910_9392", False, 376),
+                              ("Ascend310P3", True, 70), ("Ascend910A", True, 256), ("NVIDIA H100 80GB HBM3", False, 989)):
+        assert (common.no_bf16(name), common.card_facts(name)[0]) == (old, tflops), name
+    assert common.choose_dtype("npu", "Ascend910A", "auto")[0] == torch.float16
+    assert common.choose_dtype("npu", "Ascend910B3", "auto")[0] == torch.bfloat16
+
+
+@pytest.fixture(scope="session")
+def npu():
+    """The environment of a process that has simulated NPUs. Builds them once."""
+    if sys.platform != "linux" or not shutil.which("g++") or not torch.__version__.startswith("2.13"):
+        pytest.skip("the simulated NPU needs Linux, g++ and torch 2.13")
+    done = subprocess.run([sys.executable, HERE / "fake_npu/torch_npu/_build.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {"PYTHONPATH": str(HERE / "fake_npu")}
+
+
+def four_stages(home, texts, name, nproc=1, env=None, dtype="float32", device="cpu"):
+    """Run the whole pipeline, small. -> {stage: {step: loss}}"""
+    common_args = [f"--out_dir={home}", f"--run_name={name}", f"--device_type={device}", f"--dtype={dtype}"]
+    small = [a for a in SMALL if not a.startswith(("--device", "--dtype"))]
+    tasks = ["--tasks=identity,counting", "--eval_problems=4", "--total_batch_size=1024", "--conversations=400"]
+    run("train_base.py", *small, f"--data_dir={texts}", "--num_iterations=6", *common_args, env=env, nproc=nproc)
+    run("train_mid.py", f"--init_from=base/{name}", *tasks, "--num_iterations=6", "--eval_tokens=1024", *common_args, env=env,
+        nproc=nproc)
+    run("train_sft.py", f"--init_from=mid/{name}", *tasks, "--num_iterations=6", *common_args, env=env, nproc=nproc)
+    run("train_rl.py", f"--init_from=sft/{name}", "--task=counting", "--num_iterations=3", "--prompts_per_step=3",
+        "--num_samples=4", "--max_new_tokens=8", "--eval_problems=4", *common_args, env=env, nproc=nproc)
+    return {stage: losses(home, stage, name) for stage in common.STAGES}
+
+
+def apart(a, b):
+    """The largest difference between two runs' losses."""
+    assert a.keys() == b.keys()
+    return max(abs(a[stage][s] - b[stage][s]) for stage in a for s in a[stage])
+
+
+@slow
+def test_all_stages_on_simulated_npus_give_the_losses_of_the_cpu(home, texts, npu):
+    cpu = four_stages(home, texts, "cpu1")
+    assert apart(cpu, four_stages(home, texts, "npu2", nproc=2, env=npu, device="npu")) < 1e-4
+    assert apart(cpu, four_stages(home, texts, "npu1", env={**npu, "FAKE_NPU_POISON": "1"}, device="npu")) < 1e-4
+
+
+@slow
+def test_an_old_card_trains_in_fp16_with_a_loss_scale(home, texts, npu):
+    old = {**npu, "FAKE_NPU_NAME": "Ascend910A"}
+    args = [a for a in SMALL if not a.startswith(("--device", "--dtype"))] + [f"--data_dir={texts}", f"--out_dir={home}"]
+    out = run("train_base.py", *args, "--num_iterations=8", "--run=old", "--save_every=4", env=old).out
+    assert "float16 (Ascend910A has no bf16)" in out
+    run("train_base.py", *args, "--num_iterations=8", "--run=exact", "--dtype=float32", env=npu)
+    a, b = losses(home, "base", "old"), losses(home, "base", "exact")
+    assert len(a) == 8 and max(abs(a[s] - b[s]) for s in a) < 0.02  # half precision's rounding
+    state = torch.load(home / "base/old/step_000008/optim.pt", weights_only=True)
+    assert state[""]["loss_scale"] > 1
+
+
+def test_the_loss_scale_finds_its_place():
+    w = torch.nn.Parameter(torch.zeros(3))
+    dev = Device(torch.device("cpu"), "cpu", "test", torch.float16, 0, 0, 1)
+    opt = Muon([dict(kind="adamw", names=["w"], params=[w], lr=0.1)], dev)
+    assert opt.loss_scale == 2**16
+    for _ in range(3):
+        w.grad = torch.full((3,), math.inf)
+        assert opt.step(torch.zeros(()))[0] == math.inf and not w.any()
+    assert opt.loss_scale == 2**13
+    for _ in range(2000):
+        w.grad = torch.full((3,), float(opt.loss_scale))  # a true gradient of 1
+        norm, _ = opt.step(torch.zeros(()))
+    assert opt.loss_scale == 2**14 and norm == pytest.approx(math.sqrt(3)) and torch.isfinite(w).all()
+    again = Muon([dict(kind="adamw", names=["w"], params=[w], lr=0.1)], dev)
+    again.load_state_dict(opt.state_dict())
+    assert again.loss_scale == 2**14
+
+
+@slow
+def test_running_out_of_memory_changes_no_loss(home, texts, npu):
+    args = [a for a in SMALL if not a.startswith("--device")] + [f"--data_dir={texts}", f"--out_dir={home}", "--num_iterations=5"]
+    tight = {**npu, "FAKE_NPU_MEM_MB": "9"}
+    for n in (1, 2):
+        out = run("train_base.py", *args, "--device_batch_size=8", f"--run_name=tight{n}", env=tight, nproc=n).out
+        assert out.count("done again with") == 3 - n, out  # 8 to 4 to 2 rows; two ranks begin with 4 each
+    run("train_base.py", *args, "--device_batch_size=2", "--run=roomy", env=npu)
+    a = losses(home, "base", "roomy")
+    for n in (1, 2):
+        b = losses(home, "base", f"tight{n}")
+        assert len(a) == 5 and max(abs(a[s] - b[s]) for s in a) < 1e-5
+    out = run("train_base.py", *args, "--run=chosen", env=tight).out  # the memory model knows beforehand
+    assert "2 rows at a time" in out and "done again" not in out
+    out = run("train_base.py", *args, "--device_batch_size=1", "--run=tiny", env={**npu, "FAKE_NPU_MEM_MB": "4"}).out
+    assert "done again with activation checkpointing" in out
+    b = losses(home, "base", "tiny")
+    assert max(abs(a[s] - b[s]) for s in a) < 1e-5
+    for megabytes, says in (("2", "one row alone does not fit"), ("3", "out of memory (rank 0, in ")):
+        done = run("train_base.py", *args, "--run=none", env={**npu, "FAKE_NPU_MEM_MB": megabytes}, check=False)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.out
+
+
+MEMORY = """
+import common, torch
+from gpt import GPT, GPTConfig, memory_plan
+from muon import Muon
+for dtype, rows, checkpointing in ((torch.float32, 1, 0), (torch.float32, 6, 0), (torch.float32, 6, 1), (torch.bfloat16, 4, 0)):
+    dev = common.Device(torch.device("npu:0"), "npu", "Ascend910B2", dtype, 0, 0, 1)
+    model = GPT(GPTConfig(vocab_size=2048, max_seq_len=256, n_layer=4, n_head=2, n_kv_head=2, n_embd=128)).to("npu:0")
+    model.activation_checkpointing = bool(checkpointing)
+    opt, ids = Muon(model.param_groups(0.02, 0.1, 0.01, 0.01), dev), torch.randint(0, 2048, (rows, 257), device="npu:0")
+    for _ in range(2):
+        torch.npu.reset_peak_memory_stats()
+        with dev.autocast():
+            loss = model(ids[:, :-1], ids[:, 1:]) / (rows * 256)
+        loss.backward()
+        value = loss.detach()
+        del loss
+        opt.step(value)
+    print(torch.npu.max_memory_allocated(), memory_plan(model, rows, dev)["peak"])
+    del model, opt
+"""
+
+
+@slow
+def test_the_memory_model_is_what_the_allocator_measures(npu):
+    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=HERE, env={**os.environ, **npu}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pairs = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(pairs) == 4 and all(abs(plan / measured - 1) < 0.15 for measured, plan in pairs), pairs
+
+
+@slow
+def test_a_card_without_bmm_is_trained_with_adamw(home, texts, npu):
+    args = [a for a in SMALL if not a.startswith("--device")] + [f"--data_dir={texts}", f"--out_dir={home}", "--run_name=nobmm"]
+    out = run("train_base.py", *args, "--num_iterations=30", env={**npu, "FAKE_NPU_REFUSE": "aten::bmm"}).out
+    assert "Muon does not work on this device (aten::bmm" in out
+    curve = losses(home, "base", "nobmm")
+    assert curve[30] < curve[1] - 0.8
+    out = run("train_base.py", *args, "--num_iterations=30", "--resume=0", env=npu).out
+    assert "AdamW" not in out
+
+
+@slow
+def test_the_simulated_npu_is_sound(npu):
+    done = subprocess.run([sys.executable, "-m", "pytest", "fake_npu/test_fake_npu.py", "-q", "-x", "-p", "no:cacheprovider"],
+                          cwd=HERE, env={**os.environ, **npu}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+# --- the doctor --------------------------------------------------------------------------------------------------------
+def doctor(tmp_path, env=None, *args):
+    """-> (exit status, {check: (state, finding, advice)})"""
+    done = subprocess.run([sys.executable, "common.py", "--json=1", f"--out_dir={tmp_path}", *args], cwd=HERE, text=True,
+                          capture_output=True, timeout=300, env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9,", **(env or {})})
+    report = json.loads(done.stdout)
+    assert (report["verdict"] == "fail") == (done.returncode == 1), done.stdout + done.stderr
+    return done.returncode, {c["check"]: (c["state"], c["finding"], c["advice"]) for c in report["checks"]}
+
+
+@slow
+def test_the_doctor_on_a_cpu(tmp_path, tok):
+    tok.save(tmp_path / "tokenizer", {})
+    save(tmp_path / "base" / "d4", 1, tokenizer="x" * 64), save(tmp_path / "base" / "d4", 2, tokenizer="x" * 64)
+    (tmp_path / "base" / "d4" / "step_000002" / "model.pt").write_bytes(b"")
+    status, checks = doctor(tmp_path, None, "--device_type=cpu")
+    assert status == 0 and checks["torch"][0] == "ok" and "TFLOP/s" in checks["cpu"][1] and checks["all_reduce"][0] == "ok"
+    assert checks["hub 127.0.0.1:9"][0] == "warn" and tok.hash[:12] in checks["tokenizer"][1]
+    assert checks["base/d4"][:2] == ("warn", "step 1, tokenizer xxxxxxxxxxxx, damaged: step_000002")
+    status, checks = doctor(tmp_path, None, "--device_type=npu")
+    assert status == 1 and checks["npu"][0] == "fail"
+
+
+@slow
+def test_the_doctor_on_simulated_npus(tmp_path, npu):
+    home, bin = tmp_path / "cann", tmp_path / "bin"
+    home.mkdir(), bin.mkdir()
+    (home / "version.cfg").write_text("# CANN\nrunning_version=[9.1.0.1.220:9.1.0]\n")
+    (bin / "npu-smi").write_text("#!/bin/sh\necho '| 0       0       | 4711          | python3                  | 1234    |'\n")
+    (bin / "npu-smi").chmod(0o755)
+    whole = {**npu, "ASCEND_HOME_PATH": str(home), "PATH": f"{bin}:{os.environ['PATH']}"}
+    status, checks = doctor(tmp_path, {**whole, "ASCEND_LAUNCH_BLOCKING": "1"})
+    assert status == 0 and checks["torch_npu"][0] == "ok" and checks["CANN"][:2] == (
+        "ok", "9.1.0; which one torch_npu 2.13.0+fake wants is not known here")
+    assert checks["npu 0"][1].startswith("Ascend910B2") and "bfloat16" in checks["npu 1"][1] and "of peak" in checks["npu 1"][1]
+    assert "2 ranks (cpu:gloo,npu:hccl)" in checks["all_reduce"][1] and "4711" in checks["processes"][2]
+    assert checks["variables"][0] == "warn" and "unset ASCEND_LAUNCH_BLOCKING" in checks["variables"][2]
+    status, checks = doctor(tmp_path, {**whole, "FAKE_NPU_VERSION": "2.9.0"})
+    assert status == 1 and checks["torch_npu"][0] == "fail" and "pip install torch_npu==2.13.0" in checks["torch_npu"][2]
+    assert checks["CANN"][0] == "warn" and "CANN 8.5.0" in checks["CANN"][2]
+    status, checks = doctor(tmp_path, {**npu, "FAKE_NPU_NO_CANN": "1"})
+    assert status == 1 and "libhccl.so" in checks["torch_npu"][1] and "set_env.sh" in checks["torch_npu"][2]
+    assert checks["CANN"][0] == "fail" and checks["cpu"][0] == "ok"
+    status, checks = doctor(tmp_path, {**npu, "FAKE_NPU_COUNT": "0"})
+    assert status == 1 and "sees no device" in checks["npu"][1]
+    status, checks = doctor(tmp_path, {**npu, "FAKE_NPU_NAME": "Ascend910A"})
+    assert status == 0 and "float16" in checks["npu 0"][1]
+
+
+def test_a_plan_needs_no_device():
+    done = run("train_base.py", "--plan=1", "--plan_device=910B", "--plan_ranks=8", "--depth=20")
+    for what in ("8 x 910B, bfloat16", "897M", "activations", "at its peak", "hours at 40%"):
+        assert what in done.stdout, done.stdout
+    assert run("train_base.py", "--plan=1", "--plan_device=nothing", check=False).returncode == 2
+
+
+# --- accidents ---------------------------------------------------------------------------------------------------------
+def start(*args, nproc, restarts=0):
+    """A stage under torchrun, in the background."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", f"--max-restarts={restarts}"]
+    return subprocess.Popen([sys.executable, *(torchrun if nproc > 1 else []), *map(str, args)], cwd=HERE, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "2"})
+
+
+def wait_for(log, step, process, seconds=120):
+    """Until a run has logged a step."""
+    end = time.time() + seconds
+    while time.time() < end and process.poll() is None:
+        if log.exists() and max((r["step"] for r in common.read_log(log)), default=0) >= step:
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise AssertionError(process.communicate()[0])
+
+
+def workers(process):
+    """The process ids of the ranks that a torchrun started."""
+    return [int(pid) for pid in (Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children").read_text().split()]
+
+
+@slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks under /proc")
+@pytest.mark.parametrize("stage", ["base", "rl"])
+def test_a_killed_rank_is_started_again_and_changes_nothing(home, texts, stage):
+    more = {"base": [*SMALL, f"--data_dir={texts}", "--num_iterations=30", "--save_every=4"],
+            "rl": ["--init_from=base/ref", "--device_type=cpu", "--dtype=float32", "--num_iterations=8", "--prompts_per_step=3",
+                   "--num_samples=4", "--max_new_tokens=6", "--eval_problems=4", "--save_every=2", "--lr_frac=1"]}[stage]
+    args = [f"train_{stage}.py", *more, f"--out_dir={home}"]
+    if not (home / "base" / "ref").exists():
+        run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=30", "--save_every=4", f"--out_dir={home}",
+            "--run_name=ref", nproc=2)
+    if stage == "rl":
+        run(*args, "--run_name=ref", nproc=2)
+    process = start(*args, "--run_name=victim", nproc=2, restarts=3)
+    wait_for(home / stage / "victim" / "log.jsonl", {"base": 14, "rl": 3}[stage], process)
+    os.kill(workers(process)[1], 9)
+    out = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and "[auto] continuing" in out, out
+    assert losses(home, stage, "victim") == losses(home, stage, "ref")
+
+
+@slow
+def test_sigterm_saves_and_another_number_of_ranks_goes_on(home, texts):
+    args = ["train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=80", "--save_every=0", f"--out_dir={home}"]
+    run(*args, "--run=straight80")
+    for nproc, step in ((2, 10), (1, 30)):
+        process = start(*args, "--run_name=stopped", nproc=nproc)
+        wait_for(home / "base" / "stopped" / "log.jsonl", step, process)
+        for pid in workers(process) if nproc > 1 else [process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        out = process.communicate(timeout=60)[0]
+        assert process.returncode == 0 and "asked to stop (SIGTERM)" in out, out
+    out = run(*args, "--run_name=stopped", nproc=3).out
+    assert "continuing" in out
+    a, b = losses(home, "base", "straight80"), losses(home, "base", "stopped")
+    assert len(a) == 80 and a.keys() == b.keys() and max(abs(a[s] - b[s]) for s in a) < 1e-4
+
+
+@slow
+def test_a_full_disk_is_survived(home, texts):
+    args = [*SMALL, f"--data_dir={texts}", f"--out_dir={home}", "--run=full", "--num_iterations=6", "--save_every=2"]
+    run("train_base.py", *args[:-2], "--num_iterations=6", "--save_every=2", "--run=before")  # fills the token cache
+    limited = f"ulimit -f 100; exec {shlex.quote(sys.executable)} train_base.py {shlex.join(map(str, args))}"  # 100 kB a file
+    done = subprocess.run(["bash", "-c", limited], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout.count("cannot be written") == 2 and "going on without it" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 2 and "make room" in done.stderr and "Traceback" not in done.stderr
+    assert not list((home / "base" / "full").glob("step_*"))
+    assert "val bpb" in run("train_base.py", *args).out
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_ten_stop_the_run(capsys):
+    steps, metrics = common.Steps(1, tiny(), CPU, 0), {}
+    for norm in (math.nan, math.inf, 1.0, *[math.nan] * 9):
+        steps.check(1, norm, metrics, "advice")
+    assert metrics["skipped"] == 11 and "9 in a row, 11 in all" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        steps.check(1, math.nan, metrics, "lower the rate")
+    assert "ten steps in a row" in (err := capsys.readouterr().err) and "lower the rate" in err
+
+
+@slow
+def test_a_learning_rate_far_too_high_ends_with_one_sentence(home, texts):
+    done = run("train_base.py", *SMALL, f"--data_dir={texts}", f"--out_dir={home}", "--run=wild", "--num_iterations=40",
+               "--matrix_lr=1e38", "--warmup_steps=0", check=False)
+    assert done.returncode == 2 and "(10 in a row" in done.stdout and "lower the learning rates" in done.stderr, done.out
+
+
+HANG = """
+import time
+from common import Watchdog
+def stuck():
+    time.sleep(30)
+Watchdog.start(0.01)
+for _ in range(5):
+    time.sleep(0.2)  # a step; shorter than the 0.6 s
+    Watchdog.beat()
+if {waits}:
+    with Watchdog.waiting():
+        stuck()
+stuck()
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_hangs_says_where(waits):
+    done = subprocess.run([sys.executable, "-c", HANG.format(waits=waits)], cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "rank 0 of 1" in done.stderr and "in stuck" in done.stderr, done.stderr
+    assert ("waited for the other ranks" in done.stderr) == waits
+
+
+def test_work_goes_on_in_smaller_batches_when_memory_runs_out(capsys):
+    tried = []
+
+    def work(batch):
+        tried.append(len(batch))
+        if len(batch) > 3:
+            raise RuntimeError("NPU out of memory. Tried to allocate 1 GiB")
+        return [2 * x for x in batch]
+
+    done = [y for _, result in common.in_batches(list(range(11)), 8, work, CPU) for y in result]
+    assert done == [2 * x for x in range(11)] and tried == [8, 4, 2, 2, 2, 2, 2, 1]
+    with pytest.raises(ValueError):
+        list(common.in_batches([1], 1, lambda batch: int("x"), CPU))
+    with pytest.raises(RuntimeError, match="memory"):
+        list(common.in_batches([1], 1, lambda batch: work([1] * 9), CPU))
+
+
+def test_a_step_is_done_again_with_fewer_rows(capsys):
+    model, tried = tiny(), []
+    steps = common.Steps(8, model, CPU, 0)
+
+    def work(rows):
+        tried.append((rows, model.activation_checkpointing))
+        if rows > 1 or not model.activation_checkpointing:
+            raise torch.OutOfMemoryError("no")
+        return "done"
+
+    assert steps.run(work) == "done"
+    assert tried == [(8, False), (4, False), (2, False), (1, False), (1, True)]
+    with pytest.raises(ZeroDivisionError):
+        steps.run(lambda rows: 1 / 0)
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    idx, grads = torch.randint(0, 300, (2, 33)), []
+    for on in (False, True):
+        model = tiny()
+        model.activation_checkpointing = on
+        model(idx[:, :-1], idx[:, 1:]).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_samples_do_not_depend_on_their_neighbours(tok):
+    model, prompts = tiny(tok.vocab_size), [[tok.bos, 65, 66], [tok.bos, 70], [tok.bos, 80, 81, 82]]
+    options = dict(num_samples=3, temperature=1.0, max_new_tokens=8)
+    together = complete(model, tok, prompts, CPU, seed=[[7, i] for i in range(3)], **options)
+    alone = [complete(model, tok, [p], CPU, seed=[[7, i]], **options)[0] for i, p in enumerate(prompts)]
+    assert together == alone and len({tuple(t) for t, _ in together[0]}) > 1
 
 
 def test_help_lists_every_knob():

@@ -94,10 +94,11 @@ if depth < 1 or width % head or head % 2:
 heads = width // head
 if n_kv_head and heads % n_kv_head:
     fail(f"--n_kv_head={n_kv_head} does not divide the {heads} heads")
-with torch.device(dev.device):
+with torch.device("meta" if plan else "cpu"):  # the host's random numbers: the same start on every kind of device
     model = GPT(GPTConfig(vocab_size=plan_vocab if plan else tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth,
                           n_embd=width, n_head=heads, n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds,
                           layer_lambdas=layer_lambdas))
+model = model.to(dev.device)
 model.activation_checkpointing = activation_checkpointing
 params, matmul_params = model.num_params()
 flops_per_token = model.flops_per_token(max_seq_len)
@@ -110,7 +111,7 @@ if not total_batch_size:  # the best batch grows slowly with the number of token
     best = 2 ** round(math.log2(2**19 * (target_tokens / 1.3e9) ** 0.383))
     total_batch_size = dev.first_choice[1] or max(2**14, best)
 device_batch_size, step_rows, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev,
-                                                            rows_that_fit(model, max_seq_len, dev))
+                                                            rows_that_fit(model, dev))
 num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
 lr_scale = lr_scale or max(1.0, math.sqrt(total_batch_size / 2**19))
 tokens = num_steps * total_batch_size

@@ -168,7 +168,7 @@ def forward_backward(rows, sampled, size):
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "rl", num_steps, metrics["seconds"], step) if not bench else None
 train_model = compiled(model, compile, dev)
-steps = Steps(device_batch_size or min(64, rows_that_fit(model, T, dev)), model, dev, timeout_min)
+steps = Steps(device_batch_size or min(64, rows_that_fit(model, dev)), model, dev, timeout_min)
 sample_s, train_s, tokens_done, times = 0.0, 0.0, 0, []
 while True:
     last = step == num_steps

@@ -78,7 +78,7 @@ auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conv
 model = load_model(parent, load_weights(started or parent, "model.pt"), dev)
 model.activation_checkpointing = activation_checkpointing
 wanted = total_batch_size or parent["batch"]
-device_batch_size, step_rows, total_batch_size = split_batch(wanted, T, device_batch_size, dev, rows_that_fit(model, T, dev))
+device_batch_size, step_rows, total_batch_size = split_batch(wanted, T, device_batch_size, dev, rows_that_fit(model, dev))
 rates = {k: v * lr_frac * math.sqrt(total_batch_size / parent["batch"]) for k, v in parent["rates"].items()}
 opt = Muon(model.param_groups(**rates, matrices=choose_optimizer(optimizer, dev)), dev)
 opt.load_state_dict(load_weights(started or parent, "optim.pt"))  # the momenta go on too
