@@ -31,7 +31,8 @@ web = False              # serve a page instead of the terminal
 host = "127.0.0.1"       # address the page is served on; 0.0.0.0 lets other machines in
 port = 8000              # port of the page
 device_type = "auto"     # auto, npu, cuda, mps, cpu
-dtype = "auto"           # auto, float32, bfloat16
+dtype = "auto"           # auto, bfloat16, float16, float32
+debug_npu = False        # Ascend: exact stack traces, and slow (must stand on the command line)
 out_dir = "out"          # where the checkpoints are
 
 DIM, BOLD, PLAIN = ("\033[2m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "")

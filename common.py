@@ -26,6 +26,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -445,6 +446,29 @@ def find_devices():
         found["mps"] = 1
     found["cpu"] = 1
     return found
+
+
+def device_facts(kind, i):
+    """-> (torch.device, name, bytes free, bytes in all) of one device; of a CPU or MPS the host's."""
+    if kind in ("npu", "cuda"):
+        module = torch.get_device_module(kind)
+        module.set_device(i)
+        return torch.device(kind, i), module.get_device_name(i), *module.mem_get_info(i)
+    return torch.device(kind), cpu_info("model name") or platform.processor() or platform.machine(), *host_memory()
+
+
+def device_holders(kind):
+    """[(process id, name)] of who holds a device of this kind, as the vendor's tool tells it."""
+    tools = {"npu": (["npu-smi", "info"], r"(?m)^\|\s*\d+\s+\d+\s*\|\s*(\d+)\s*\|\s*(\S+)\s*\|\s*\d+\s*\|"),
+             "cuda": (["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"], r"(\d+), (.+)")}
+    if kind not in tools:
+        return []
+    command, pattern = tools[kind]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):  # no such tool, or a driver that does not answer
+        return []
+    return [(int(pid), name.strip()) for pid, name in re.findall(pattern, done.stdout)]
 
 
 def no_bf16(name):

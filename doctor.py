@@ -5,9 +5,9 @@ Is this machine ready? A table of checks, each with what to do; nothing here is 
     python common.py --json=1            # the same for machines
     python common.py --device_type=cpu   # look at one kind of device only
 """
-from common import (ASCEND, ASCEND_SET, DEBUGGING, NPU_ERROR, STAGES, card_facts, choose_dtype, configure, cpu_info,
-                    find_devices, host_memory, hub_endpoints, len_cores, matmul_flops, no_bf16, read_checkpoint,
-                    run_folders, setup, step_folders)
+from common import (ASCEND, ASCEND_SET, DEBUGGING, NPU_ERROR, STAGES, card_facts, choose_dtype, configure, device_facts,
+                    device_holders, find_devices, hub_endpoints, len_cores, matmul_flops, read_checkpoint, run_folders, setup,
+                    step_folders)
 
 import contextlib
 import importlib.metadata
@@ -45,15 +45,6 @@ def version_of(package):
     if module is not None and hasattr(module, "__version__"):
         return module.__version__
     return importlib.metadata.version(package) if importlib.util.find_spec(package) else ""
-
-
-def output_of(*command, seconds=20):
-    """What a program prints, or "" where there is none, it fails or it takes too long."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 # Each check yields (what, state, finding, what to do).
@@ -114,27 +105,9 @@ def ascend():
         f"unset {' '.join(s.split('=')[0] for s in slow)}: meant for debugging, they make training slow" if slow else "")
 
 
-def processes(kind):
-    """[(pid, name)] of who holds a device of this kind, by the vendor's tool."""
-    if kind == "npu":  # | 0       0        | 12345         | python3        | 2345        |
-        rows = re.findall(r"(?m)^\|\s*\d+\s+\d+\s*\|\s*(\d+)\s*\|\s*(\S+)\s*\|\s*\d+\s*\|", output_of("npu-smi", "info"))
-    elif kind == "cuda":
-        rows = re.findall(r"(\d+), (.+)", output_of("nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"))
-    else:
-        rows = []
-    return [(int(pid), name.strip()) for pid, name in rows]
-
-
 def devices(kind, count):
     for i in range(count):
-        what, device = (f"{kind} {i}" if count > 1 else kind), torch.device(kind)
-        if kind in ("npu", "cuda"):
-            device = torch.device(kind, i)
-            module = torch.get_device_module(kind)
-            module.set_device(i)
-            name, (free, total) = module.get_device_name(i), module.mem_get_info(i)
-        else:
-            name, (free, total) = cpu_info("model name") or platform.processor() or platform.machine(), host_memory()
+        what, (device, name, free, total) = f"{kind} {i}" if count > 1 else kind, device_facts(kind, i)
         dtype, why = choose_dtype(kind, name, "auto")
         try:
             flops = matmul_flops(device, dtype)
@@ -146,20 +119,19 @@ def devices(kind, count):
         peak = (card_facts(name)[0] or 0) * 1e12
         text = (f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {str(dtype)[6:]} ({why}), "
                 f"matmul {flops / 1e12:.3g} TFLOP/s" + (f", {flops / peak:.0%} of peak" if peak and dtype != torch.float32 else "")
-                + (f", {len_cores()} cores" if kind == "cpu" else "") + (", bf16 no" if kind == "npu" and no_bf16(name) else ""))
-        held = kind in ("npu", "cuda") and free < 0.8 * total
-        slow = kind in ("npu", "cuda") and peak and flops < 0.3 * peak
+                + (f", {len_cores()} cores" if device.index is None else ""))
+        held, slow = device.index is not None and free < 0.8 * total, peak and flops < 0.3 * peak
         yield what, WARN if held or slow else OK, text, (
             "another process holds its memory" if held else
             "slow: is another process computing on it, or is it throttled?" if slow else "")
-    if holders := processes(kind):
+    if holders := device_holders(kind):
         yield "processes", WARN, ", ".join(f"{name} ({pid})" for pid, name in holders), (
             "if they are left over from a run that ended: kill " + " ".join(str(pid) for pid, _ in holders) + ", then wait 10 s")
 
 
 def all_reduce(kind, count):
     """Every device, and on a CPU two processes, sum a tensor together, started by torchrun as training is."""
-    ranks = count if kind in ("npu", "cuda") else 2
+    ranks = max(2, count) if kind == "cpu" else count
     if ranks == 1:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__,
@@ -175,8 +147,8 @@ def all_reduce(kind, count):
         yield "all_reduce", OK, f"{ranks} ranks ({result['backend']}), 64 MB in {result['ms']:.0f} ms", ""
     else:
         yield "all_reduce", FAIL, why, (
-            "look for left-over processes above, and set HCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network interface that "
-            "the ranks share" if kind == "npu" else "is a firewall closing local ports?")
+            "look for left-over processes above; on a host with several networks set GLOO_SOCKET_IFNAME"
+            + (" and HCCL_SOCKET_IFNAME" if ASCEND else "") + " to the interface that the ranks share")
 
 
 def be_a_worker():
@@ -247,7 +219,7 @@ def main():
         checks.append((kind, FAIL, f"torch sees only {', '.join(found)}", "leave --device_type out"))
     else:
         if ASCEND and kind == "cpu" and device_type == "auto" and not NPU_ERROR:
-            checks.append(("npu", FAIL, "torch_npu is there, but sees no device",
+            checks.append(("devices", FAIL, "torch_npu is there, but sees no device",
                            "check npu-smi info, ASCEND_RT_VISIBLE_DEVICES, and that the container was given the devices"))
         checks += [*devices(kind, found[kind]), *all_reduce(kind, found[kind])]
     checks += [*surroundings(), *files()]

@@ -40,7 +40,8 @@ eval_tokens = 32768      # tokens of validation text for bits per byte
 data_dir = "same"        # text for bits per byte: "same" = what the base model was trained on
 device_batch_size = 0    # problems side by side; 0 = choose for me
 device_type = "auto"     # auto, npu, cuda, mps, cpu
-dtype = "auto"           # auto, float32, bfloat16
+dtype = "auto"           # auto, bfloat16, float16, float32
+debug_npu = False        # Ascend: exact stack traces, and slow (must stand on the command line)
 out_dir = "out"          # where checkpoints and the report are
 resume = True            # false: evaluate again what has been evaluated
 

@@ -218,7 +218,7 @@ while True:
     mfu = flops_per_token * tok_per_s / (peak * dev.world_size) if peak else None
     if not bench:
         log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), mfu=mfu,
-                  tokens=metrics["tokens"])
+                  tokens=metrics["tokens"], skipped=metrics.get("skipped"))
     if log and (step % 10 == 0 or step <= 3):
         log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}",
                         f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?",

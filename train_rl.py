@@ -228,7 +228,7 @@ while True:
     if not bench:
         log.write(step, loss=loss, reward=reward, solved=solved, flat_groups=flat, truncated=truncated, length=length,
                   grad_norm=grad_norm, lr=multiplier, tok_per_s=round(tok_per_s), sample_s=round(t1 - t0, 3),
-                  train_s=round(dt - (t1 - t0), 3), tokens=metrics["tokens"])
+                  train_s=round(dt - (t1 - t0), 3), tokens=metrics["tokens"], skipped=metrics.get("skipped"))
     if log and (step % 5 == 0 or step <= 3):
         log.line(step, [f"reward {reward:.3f}", f"solved {solved:.2f}", f"flat {flat:.2f}", f"cut {truncated:.2f}",
                         f"len {length:4.1f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s",

@@ -152,7 +152,7 @@ while True:
     typical = sorted(times)[len(times) // 2]
     if not bench:
         log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt),
-                  tokens=metrics["tokens"])
+                  tokens=metrics["tokens"], skipped=metrics.get("skipped"))
     if log and (step % 10 == 0 or step <= 3):
         log.line(step, [f"loss {train_loss:.4f}", f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms",
                         f"{human(total_batch_size / typical)} tok/s", f"{dev.peak_memory_gb():.1f}G",
