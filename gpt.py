@@ -43,7 +43,7 @@ class GPTConfig:
 
 
 LOGITS_AT_ONCE = 2**24  # numbers of which the loss holds a handful of copies
-ADAMW_RATE = 0.1        # where AdamW stands in for Muon, its learning rate as a share of Muon's
+ADAMW_RATE = 0.15       # where AdamW stands in for Muon, its learning rate as a share of Muon's at width 768
 
 
 def norm(x):
@@ -197,7 +197,8 @@ class GPT(nn.Module):
     def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0, matrices="muon"):
         """Groups for muon.Muon: block matrices to Muon (or to AdamW, at a rate for it), the rest to AdamW. Each parameter is in
         exactly one."""
-        adamw = dict(kind="adamw", lr=matrix_lr * ADAMW_RATE, betas=(0.9, 0.95), weight_decay=weight_decay)
+        adamw_lr = matrix_lr * ADAMW_RATE * (self.config.n_embd / 768) ** -0.5
+        adamw = dict(kind="adamw", lr=adamw_lr, betas=(0.9, 0.95), weight_decay=weight_decay)
         groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay) if matrices == "muon" else adamw,
                   "embed": dict(kind="adamw", lr=embed_lr),
                   "head": dict(kind="adamw", lr=head_lr),

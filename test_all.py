@@ -491,7 +491,13 @@ def test_masks_and_truncation(tok, system, turns, limit):
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
         question = question if i or system is None else f"{system}\n\n{question}"
         want += [(t, 0) for t in (tok.user_start, *tok.encode(question), tok.user_end, tok.assistant_start)]
+        joined = []  # neighbouring pieces of text are one text to the tokenizer
         for kind, text in parts:
+            if kind == "text" and joined and joined[-1][0] == "text":
+                joined[-1] = ("text", joined[-1][1] + text)
+            else:
+                joined.append((kind, text))
+        for kind, text in joined:
             brackets = {"python": (tok.python_start, tok.python_end), "python_output": (tok.output_start, tok.output_end)}
             start, end = brackets.get(kind, (None, None))
             want += [(t, int(kind != "python_output")) for t in (start, *tok.encode(text), end) if t is not None]
