@@ -10,6 +10,7 @@ Every script imports this file before torch: Ascend's variables only count if th
     python common.py                        # what was found on this machine and what npuchat would choose
 """
 import ast
+import atexit
 import base64
 import contextlib
 import ctypes
@@ -24,6 +25,7 @@ import os
 import platform
 import random
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -37,7 +39,7 @@ from pathlib import Path
 # --- before torch is imported ----------------------------------------------------------------------------------------
 ASCEND = bool(importlib.util.find_spec("torch_npu") or os.environ.get("ASCEND_HOME_PATH"))
 DEBUGGING = {"ASCEND_LAUNCH_BLOCKING": "1", "TASK_QUEUE_ENABLE": "0", "ASCEND_GLOBAL_LOG_LEVEL": "1"}  # true stacks, and slow
-DEBUG_NPU = any(re.fullmatch(r"--?debug[-_]npu(=(?i:1|true|yes|on))?", arg) for arg in sys.argv[1:])
+DEBUG_NPU = re.search(r"\s--?debug[-_]npu(?![=\s]+(0|false|no|off)\b)", " ".join(["", *sys.argv[1:]]), re.I) is not None
 
 
 def ascend_card(devices="/sys/bus/pci/devices"):
@@ -137,28 +139,48 @@ def warn(text):
 
 def fail(text):
     """The user's mistake: one sentence that says what to do, exit status 2, no traceback."""
-    print0(f"error: {text}", file=sys.stderr)
+    if RANK:  # rank 0 says what all of them met; what only this rank met, it says itself, if it is still there a moment later
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+    print(f"error{f' (rank {RANK})' if RANK else ''}: {text}", file=sys.stderr, flush=True)
+    exit_status[0] = 2
     sys.exit(2)
+
+
+def say(text):
+    """To the real stderr: torch replaces sys.stderr while it looks at an exception, and drops what was written."""
+    sys.__stderr__.write(text + "\n")
+    sys.__stderr__.flush()
+
+
+exit_status = [0]
+
+
+def leave_now():
+    """At exit with a process group that was not left: at once, or gloo's threads abort the process."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(exit_status[0])
 
 
 def stopped(kind, value, traceback):
     """Ctrl-C is no accident: one sentence instead of a traceback. Nor is a reader, such as head, that has seen enough, nor a
     rank that lost its fellows: the one that failed has said why."""
+    exit_status[0] = 1
     if issubclass(kind, BrokenPipeError):
         os._exit(141)
     if issubclass(kind, KeyboardInterrupt):
-        print0("\nstopped; the same command goes on from what was saved last", file=sys.stderr)
+        if RANK == 0:
+            say("\nstopped; the same command goes on from what was saved last")
         os._exit(130)  # at once: a collective may be waiting for ranks that are gone
     if out_of_memory(value):  # not in a pass, where it is dealt with: while loading, or in the optimizer's step
         *_, (frame, line) = ((f.f_code, n) for f, n in tracebacks.walk_tb(traceback))
-        sys.stderr.write(f"error: out of memory (rank {RANK}, in {frame.co_name}, {Path(frame.co_filename).name}:{line}): take a "
-                         "smaller --depth, or more devices, which share the optimizer's state; train_base.py --plan=1 tells "
-                         "beforehand\n")
+        say(f"error: out of memory (rank {RANK}, in {frame.co_name}, {Path(frame.co_filename).name}:{line}): take a smaller "
+            "--depth, or more devices, which share the optimizer's state; train_base.py --plan=1 tells beforehand")
         os._exit(2)
-    lost = re.search(r"onnection (closed|reset|refused)|Broken pipe|HCCL|NCCL|hccl api failed", str(value))
-    if issubclass(kind, RuntimeError) and WORLD_SIZE > 1 and lost:
-        why = str(value).splitlines()[0]
-        sys.stderr.write(f"error: rank {RANK} lost touch with another rank, whose own message counts ({why})\n")
+    if issubclass(kind, RuntimeError) and WORLD_SIZE > 1 and re.search(
+            r"onnection (closed|reset|refused)|Broken pipe|remote process exited|Notify wait timeout", str(value)):
+        say(f"error: rank {RANK} lost touch with another rank, whose own message counts. It was told: {value}")
         os._exit(1)
     sys.__excepthook__(kind, value, traceback)
 
@@ -288,7 +310,8 @@ FIRST_910 = ("Ascend910", "Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend91
 def card_facts(name):
     """(TFLOP/s, GB, TB/s) of a card by its name as the device or a person gives it; Nones where it is not known."""
     name = "910" if name in FIRST_910 else name.lower()
-    return next((facts for piece, facts in CARDS.items() if piece in name), (None, None, None))
+    return next((facts for piece, facts in CARDS.items() if re.search(rf"(?<![a-z0-9]){piece}(?![0-9])|ascend{piece}", name)),
+                (None, None, None))
 
 
 @dataclass
@@ -326,8 +349,8 @@ class Device:
         if not torch.is_tensor(value):
             if self.world_size == 1:
                 return value
-            whole = all(isinstance(v, int) for v in (value if isinstance(value, list) else [value]))
-            return self.sum(torch.tensor(value, dtype=torch.int64 if whole else torch.float64)).tolist()
+            total = self.sum(torch.tensor(value, dtype=torch.float64)).tolist()  # one dtype on all ranks; whole to 2**53
+            return int(total) if isinstance(value, int) else total
         if self.world_size > 1:
             with Watchdog.waiting():
                 dist.all_reduce(value)
@@ -502,19 +525,21 @@ def choose_dtype(kind, name, wanted):
 
 
 def planned_device(name, ranks, dtype="auto"):
-    """A Device that is not there, or this machine's without a process group, to plan a run for."""
-    name = name or next(iter(find_devices()))
-    kind = "npu" if name.lower().startswith(("910", "310", "ascend", "npu")) else name if name in ("cpu", "cuda") else "cuda"
-    here = name == kind and kind in find_devices()
-    if here and kind != "cpu":
-        name = torch.get_device_module(kind).get_device_name(0)
-    tflops, gigabytes, _ = card_facts(name)
-    if not here and not tflops:
-        fail(f"--plan_device={name} is not known here: take one of {', '.join(CARDS)}, or cpu")
-    old = no_bf16(name) if kind == "npu" else name.lower() in ("v100", "t4")
-    chosen = torch.float32 if name == "cpu" else torch.float16 if old else torch.bfloat16
-    memory = host_memory()[0] // ranks if kind == "cpu" else int(gigabytes * 1e9 * 0.97)  # the driver keeps some
-    return Device(torch.device("meta"), kind, name, DTYPES.get(dtype, chosen), 0, 0, ranks, memory)
+    """A Device to plan a run for: a card that is not there, or with name "" this machine's, without a process group."""
+    kind = name or next(iter(find_devices()))
+    if kind in find_devices():
+        _, name, _, memory = device_facts(kind, 0)
+        memory = memory // ranks if kind in ("cpu", "mps") else memory
+        dtype, _ = choose_dtype(kind, name, dtype)
+    else:
+        tflops, gigabytes, _ = card_facts(name)
+        if not tflops:
+            fail(f"--plan_device={name} is not known here: take one of {', '.join(CARDS)}, or cpu")
+        kind = "npu" if re.match(r"(ascend)?(910|310)", name.lower()) else "cuda"
+        old = no_bf16(name) if kind == "npu" else re.search(r"v100|t4", name.lower())
+        dtype = DTYPES.get(dtype) or (torch.float16 if old else torch.bfloat16)
+        memory = int(gigabytes * 1e9 * 0.97)  # the driver keeps some
+    return Device(torch.device("meta"), kind, name, dtype, 0, 0, ranks, memory)
 
 
 def setup(device_type="auto", dtype="auto", seed=42):
@@ -559,6 +584,8 @@ def setup(device_type="auto", dtype="auto", seed=42):
         backend = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}.get(kind, "gloo")
         dist.init_process_group(backend, store=meeting_point(), rank=RANK, world_size=WORLD_SIZE,
                                 timeout=datetime.timedelta(hours=2))
+        sys.excepthook = stopped  # torch has put its own around it
+        atexit.register(leave_now)
     dtype, why = choose_dtype(kind, name, dtype)
     if WORLD_SIZE > 1:  # a probe may end differently on two ranks
         box = [dtype]
@@ -571,27 +598,26 @@ def setup(device_type="auto", dtype="auto", seed=42):
     return dev
 
 
-def meeting_point(minutes=10):
-    """A store in which the ranks find each other. torchrun's own outlives a restart and still holds the addresses of the ranks
-    that died, so rank 0 opens a fresh one and says there where it is; a stale answer leads to a closed port, and is asked again."""
-    host, end = os.environ["MASTER_ADDR"], time.monotonic() + 60 * minutes
-    torchruns, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=minutes)))
+def meeting_point():
+    """A store in which the ranks find each other, and no traces of earlier ones: torchrun's own outlives a restart and still
+    holds the addresses of ranks that died. So rank 0 names a fresh part of it, and answers each rank that calls there; who
+    has read the name of an old part gets no answer, and reads again."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=30)))
+    mine = secrets.token_hex(8)
     if RANK == 0:
-        store = dist.TCPStore(host, 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
-        torchruns.set("npuchat_port", str(store.port))
-    else:
-        while True:
-            try:
-                port = int(torchruns.get("npuchat_port"))
-                store = dist.TCPStore(host, port, WORLD_SIZE, wait_for_workers=False, timeout=datetime.timedelta(seconds=3))
-                break
-            except RuntimeError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.2)
-    store.set_timeout(datetime.timedelta(hours=2))
-    meeting_point.kept = torchruns  # where there is no torchrun, rank 0 serves this one
-    return store
+        part = mine
+        store.set("npuchat", part)
+        for rank in range(1, WORLD_SIZE):
+            store.set(f"{part}/answer{rank}", store.get(f"{part}/call{rank}"))  # get() waits for it
+    answer = None
+    while RANK and answer != mine:
+        part = store.get("npuchat").decode()
+        store.set(f"{part}/call{RANK}", mine)
+        with contextlib.suppress(RuntimeError):  # no answer in time
+            store.wait([f"{part}/answer{RANK}"], datetime.timedelta(seconds=2))
+            answer = store.get(f"{part}/answer{RANK}").decode()
+        time.sleep(0.05)
+    return dist.PrefixStore(part, store)
 
 
 def cpu_info(*keys):
@@ -608,10 +634,16 @@ def len_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cleanup():
+def cleanup(status=0):
+    """At the end of a script: leave the process group, all ranks together."""
     Watchdog.start(0)
     if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
+        guard = threading.Timer(10, os._exit, [status])  # gloo of torch 2.7 may wait for ever for a rank that left a moment before
+        guard.daemon = True
+        guard.start()
         dist.destroy_process_group()
+        guard.cancel()
 
 
 def compiled(model, wanted, dev):
@@ -653,9 +685,11 @@ class Watchdog:
         """Inside, this rank waits for the others."""
         cls.beat()
         cls.waits = True
-        yield
-        cls.waits = False
-        cls.beat()
+        try:
+            yield
+        finally:
+            cls.waits = False
+            cls.beat()
 
     @classmethod
     def watch(cls, main):
@@ -679,8 +713,8 @@ def out_of_memory(error):
 
 def in_batches(items, size, work, dev):
     """Yield (batch, work(batch)) for batches of at most `size` items; where memory runs out, half as many are tried again. For
-    work that does not depend on the batch and in which ranks do not meet."""
-    at = 0
+    work that does not depend on the batch and in which ranks do not meet. What fits is remembered."""
+    at, size = 0, min(size, in_batches.fits.get(work.__qualname__, size))
     while at < len(items):
         batch, result, short = items[at : at + size], None, False
         try:
@@ -690,12 +724,15 @@ def in_batches(items, size, work, dev):
             if not short:
                 raise
         if short:  # here the exception is gone, and with it the tensors its traceback held
-            size = max(1, min(size, len(batch)) // 2)
+            size = in_batches.fits[work.__qualname__] = max(1, min(size, len(batch)) // 2)
             dev.empty_cache()
-            auto(f"out of memory: going on with {size} at a time")
+            print(f"[auto] out of memory (rank {RANK}): going on with {size} at a time", flush=True)
             continue
         at += len(batch)
         yield batch, result
+
+
+in_batches.fits = {}  # name of the work -> size
 
 
 class Steps:
@@ -708,13 +745,14 @@ class Steps:
     def __init__(self, rows, model, dev, timeout_min):
         self.rows, self.model, self.dev = rows, model, dev
         Watchdog.start(timeout_min)
-        self.bad, self.told, self.stopping = 0, False, False  # told: this rank was; stopping: all ranks know
+        self.bad, self.told, self.stopping = 0, 0.0, False  # told: when this rank was; stopping: all ranks know
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.tell)
 
     def tell(self, number, frame):
-        self.told = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who sends it twice means it
+        if self.told and time.monotonic() - self.told > 5:  # a queue and torchrun may both send it; who repeats it later means it
+            os._exit(143)
+        self.told = self.told or time.monotonic()
 
     def run(self, work):
         """-> work(rows). Where memory ran out on any rank, all of them do the step again with half the rows per pass, and at
@@ -728,7 +766,7 @@ class Steps:
                     raise
                 short = 1
             # Here the exception is gone, and with it the tensors its traceback held.
-            short, told = self.dev.sum([short, int(self.told)])  # all ranks take the same path
+            short, told = self.dev.sum([short, int(self.told > 0)])  # all ranks take the same path
             self.stopping = told > 0
             if not short:
                 return result
@@ -751,13 +789,16 @@ class Steps:
         cleanup()
         sys.exit(0)
 
-    def check(self, step, norm, metrics, advice):
+    def check(self, step, norm, opt, metrics, advice):
         """After a step: it was skipped by all ranks if its loss or gradient was not finite. Ten in a row end the run, on what the
-        last good checkpoint holds. A loss scale that is still being found does not count."""
+        last good checkpoint holds. In fp16 that a step overflowed only lowers the loss scale, until it is at its end."""
         if math.isfinite(norm):
             self.bad = 0
             return
         metrics["skipped"] = metrics.get("skipped", 0) + 1
+        if opt.loss_scale > 1:
+            auto(f"step {step}: fp16 overflowed, the step was skipped; the loss scale is {opt.loss_scale:g} now")
+            return
         self.bad += 1
         warn(f"step {step}: loss or gradient not finite, the step was skipped ({self.bad} in a row, {metrics['skipped']} in all)")
         if self.bad == 10:
@@ -797,7 +838,7 @@ def decided_by_main(function):
                 box = [("exit", e.code)]
         dist.broadcast_object_list(box, src=0)
         if box[0][0] == "exit":
-            cleanup()
+            cleanup(box[0][1])
             sys.exit(box[0][1])
         return box[0][1]
     return wrapper
@@ -949,7 +990,7 @@ def load_weights(meta, name):
 # Knobs that may differ when a run is taken up again: where and how it computes, not what.
 FREE_KNOBS = {"device_type", "dtype", "compile", "optimizer", "activation_checkpointing", "device_batch_size", "out_dir",
               "eval_every", "sample_every", "save_every", "resume", "run", "bench", "eval_tokens", "eval_problems", "timeout_min",
-              "debug_npu"}
+              "debug_npu", "plan", "plan_device", "plan_ranks", "plan_vocab"}
 
 
 @decided_by_main
@@ -976,16 +1017,24 @@ def find_resume(run_dir, config, resume, parent=""):
     return None
 
 
-def begin(started, run_dir, num_steps):
-    """-> (step, metrics) to begin with. A run that is already finished ends here, with a line that says so."""
+def begin(started, run_dir, num_steps, measure):
+    """-> (step, metrics) to begin with. A run that is finished, its last measurement included, ends here with a line that says
+    so. measure: the name of that measurement in the log."""
     if not started:
         return 0, {"tokens": 0, "seconds": 0.0}
-    if started["step"] >= num_steps:
+    if started["step"] >= num_steps and was_measured(run_dir, started["step"], measure):
         auto(f"{run_dir} is finished (step {started['step']}); --resume=0 trains it again")
         cleanup()
         sys.exit(0)
     auto(f"continuing {run_dir} from step {started['step']} of {num_steps}")
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(started["rng"])), dtype=torch.uint8))
     return started["step"], started["metrics"]
+
+
+@decided_by_main
+def was_measured(run_dir, step, measure):
+    path = Path(run_dir) / "log.jsonl"
+    return path.exists() and any(row.get("step") == step and measure in row for row in read_log(path))
 
 
 # --- files: log ------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ Is this machine ready? A table of checks, each with what to do; nothing here is 
     python common.py --device_type=cpu   # look at one kind of device only
 """
 from common import (ASCEND, ASCEND_SET, DEBUGGING, NPU_ERROR, STAGES, card_facts, choose_dtype, configure, device_facts,
-                    device_holders, find_devices, hub_endpoints, len_cores, matmul_flops, read_checkpoint, run_folders, setup,
-                    step_folders)
+                    device_holders, find_devices, hub_endpoints, len_cores, matmul_flops, out_of_memory, read_checkpoint,
+                    run_folders, setup, step_folders)
 
 import contextlib
 import importlib.metadata
@@ -107,14 +107,16 @@ def ascend():
 
 def devices(kind, count):
     for i in range(count):
-        what, (device, name, free, total) = f"{kind} {i}" if count > 1 else kind, device_facts(kind, i)
-        dtype, why = choose_dtype(kind, name, "auto")
+        what, name = f"{kind} {i}" if count > 1 else kind, "it"
         try:
+            device, name, free, total = device_facts(kind, i)
+            dtype, why = choose_dtype(kind, name, "auto")
             flops = matmul_flops(device, dtype)
             if flops > 2e13:
                 flops = matmul_flops(device, dtype, n=8192)
         except RuntimeError as e:
-            yield what, FAIL, f"{name} cannot multiply: {str(e).splitlines()[0]}", "restart the driver or choose another device"
+            yield what, FAIL, f"{name} cannot multiply: {str(e).splitlines()[0]}", (
+                "another process holds its memory" if out_of_memory(e) else "restart the driver or choose another device")
             continue
         peak = (card_facts(name)[0] or 0) * 1e12
         text = (f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {str(dtype)[6:]} ({why}), "
@@ -124,7 +126,7 @@ def devices(kind, count):
         yield what, WARN if held or slow else OK, text, (
             "another process holds its memory" if held else
             "slow: is another process computing on it, or is it throttled?" if slow else "")
-    if holders := device_holders(kind):
+    if holders := [(pid, name) for pid, name in device_holders(kind) if pid != os.getpid()]:
         yield "processes", WARN, ", ".join(f"{name} ({pid})" for pid, name in holders), (
             "if they are left over from a run that ended: kill " + " ".join(str(pid) for pid, _ in holders) + ", then wait 10 s")
 
@@ -139,7 +141,8 @@ def all_reduce(kind, count):
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         found = re.search(r"(?m)^\{.*\}$", done.stdout)
-        why = "" if found else (re.findall(r"(?m)^\S*(?:Error|error).*$", done.stderr) or [f"exit status {done.returncode}"])[0]
+        said = re.findall(r"(?m)^(?:\[rank\d+\]: *)?(\w*(?:Error|error)\b.*)$", done.stderr)
+        why = "" if found else (said or [f"exit status {done.returncode}"])[0]
     except subprocess.TimeoutExpired:
         found, why = None, "no answer in 3 minutes"
     if found:

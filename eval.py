@@ -12,9 +12,9 @@ from the hub. Training and evaluation, supervised learning and reward all use th
 
 Reads checkpoints; writes out/<stage>/<tag>/eval.json, out/report.md and out/curves.png. The last line is one JSON object.
 """
-from common import (STAGES, auto, cleanup, configure, duration, fail, find_checkpoint, hub_fetch, hub_files, human, in_batches,
-                    load_weights, need, newest_checkpoint, print0, progress, read_log, run_folders, setup, warn,
-                    write_atomic)
+from common import (STAGES, auto, cleanup, configure, decided_by_main, duration, fail, find_checkpoint, hub_fetch, hub_files,
+                    human, in_batches, load_weights, need, newest_checkpoint, print0, progress, read_log, run_folders, setup,
+                    warn, write_atomic)
 
 import hashlib
 import json
@@ -524,14 +524,14 @@ def main():
     if max_problems < 1 or eval_tokens < 1:
         fail("--max_problems and --eval_tokens must be at least 1")
     dev = setup(device_type, dtype)
-    runs = stage_runs(out_dir) if source == "all" else {}
+    runs = decided_by_main(stage_runs)(out_dir) if source == "all" else {}
     metas = [m for _, m in runs.values()] or [find_checkpoint(out_dir, "base" if source == "all" else source)]
     task_list, val, summary = make_tasks(tasks, "test", out_dir, dev, max_problems), {}, {}
     for meta in metas:
         place, stage = Path(meta["path"]).parent / "eval.json", meta["stage"]
         key = {"step": meta["step"], "saved_at": meta["saved_at"],
                "asked": [tasks, max_problems, max_new_tokens, eval_tokens, data_dir]}
-        old = json.loads(place.read_text()) if place.exists() and resume else {}
+        old = decided_by_main(lambda: json.loads(place.read_text()) if place.exists() and resume else {})()
         if all(old.get(k) == v for k, v in key.items()):
             auto(f"{stage}: evaluated before, in {place}")
             scores = old

@@ -42,7 +42,7 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-LOGITS_AT_ONCE = 2**24  # numbers of which the loss holds a handful of copies
+LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 16 bytes in all: a gibibyte
 ADAMW_RATE = 0.15       # where AdamW stands in for Muon, its learning rate as a share of Muon's at width 768
 
 
@@ -63,8 +63,8 @@ def attention(q, k, v, mask=None):
     A boolean mask (True = may look) or none at all is what reaches the fused kernel on every device."""
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms and rotary tables may have widened them under autocast
     if q.size(1) != k.size(1):
-        groups = q.size(1) // k.size(1)
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        B, H, S, D = *q.shape[:2], *k.shape[2:]
+        k, v = (t[:, :, None].expand(-1, -1, H // t.size(1), -1, -1).reshape(B, H, S, D) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
@@ -229,7 +229,8 @@ def memory_plan(model, rows, dev):
     parts = {"weights": 4 * P, "gradients": 4 * P, "optimizer": (4 * M + 8 * (P - M)) // W,
              "activations": kept + 12 * C * N + (2 * M if half else 0), "logits": 16 * min(N * V, max(V, LOGITS_AT_ONCE))}
     biggest = 4 * max(4 * C * C * L, V * C)  # what the optimizer works on at a time: all matrices of a shape, or one embedding
-    parts["optimizer's step"] = 4 * P // W + biggest * (1 + (5 if half else 7) // W)
+    copies = (1 if W == 1 else 2) + (5 if half else 7) / W  # of it: whole, gathered, and what the iteration on a share holds
+    parts["optimizer's step"] = 4 * P // W + int(biggest * copies)
     backward = max(parts["activations"] + parts["logits"], 4 * P + layer + 12 * C * N)  # as it begins, as it ends
     parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, 4 * P, parts["optimizer's step"])
     return parts
@@ -241,7 +242,7 @@ def rows_that_fit(model, dev, spare=0.1):
     free = dev.free_memory() * (1 - spare) + there
     rows = max(1, bisect.bisect_right(range(4096), free, key=lambda rows: memory_plan(model, rows, dev)["peak"]) - 1)
     each = [rows if rank == dev.rank else 0 for rank in range(dev.world_size)]
-    return rows if dev.memory else min(dev.sum(each))  # a planned device has no fellows to ask
+    return rows if dev.memory else int(min(dev.sum(each)))  # a planned device has no fellows to ask
 
 
 def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):

@@ -150,7 +150,8 @@ class Muon:
                 p.grad = None  # one copy of the gradients is enough
             grads.append(self._reduce(unit, whole))
         squares = torch.stack([g.float().square().sum() for g in grads]).sum() / self.loss_scale**2
-        squares, loss, overflow = self.dev.sum(torch.stack([squares, loss.float(), squares.new_tensor(overflow)])).tolist()
+        with Watchdog.waiting():  # a device's ranks meet here and not where they launched the sums
+            squares, loss, overflow = self.dev.sum(torch.stack([squares, loss.float(), squares.new_tensor(overflow)])).tolist()
         finite = math.isfinite(squares) and math.isfinite(loss) and not overflow  # every rank sees the same sums
         scale = self.loss_scale
         self._rescale(finite)
@@ -204,6 +205,7 @@ class Muon:
         w.addcdiv_(unit["exp_avg"], denom, value=-group["lr"] / (1 - b1 ** unit["step"]))
 
     def zero_grad(self):
+        self.dev.overflowed()  # forget what overflowed before, in an evaluation say
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
@@ -211,12 +213,15 @@ class Muon:
     # --- state, whole: any world size can load what any other has saved ---
     def state_dict(self):
         """{parameter name: {"step", "momentum" | "exp_avg", "exp_avg_sq"}, "": the loss scale} on the CPU. All ranks call it
-        together."""
-        out = {"": {"loss_scale": self.loss_scale, "good_steps": self.good_steps}}
+        together; rank 0 gets it."""
+        out = {"": {"loss_scale": self.loss_scale, "good_steps": self.good_steps}} if self.dev.dtype == torch.float16 else {}
         for unit in self.units:
             for key in ("momentum", "exp_avg", "exp_avg_sq"):
                 if key in unit:
-                    whole = self._gather(unit, unit[key]).cpu()
+                    whole = self._gather(unit, unit[key])
+                    if not self.dev.is_main:
+                        continue
+                    whole = whole.cpu()
                     for i, (name, p) in enumerate(unit["named"]):
                         piece = whole[i] if unit["shape"] else whole.view_as(p)
                         out.setdefault(name, {"step": unit["step"]})[key] = piece.clone()
@@ -225,7 +230,7 @@ class Muon:
     def load_state_dict(self, state):
         """Takes what state_dict gave, under any world size. Parameters it does not name start fresh, as do those that it knows
         from the other kind of optimizer."""
-        if self.dev.dtype == torch.float16 and state.get("", {}).get("loss_scale", 1.0) > 1:
+        if self.dev.dtype == torch.float16 and "" in state:
             self.loss_scale, self.good_steps = state[""]["loss_scale"], state[""]["good_steps"]
         fresh = []
         for unit in self.units:

@@ -1498,6 +1498,17 @@ def test_bench_ends_with_json_and_writes_nothing(home, texts):
 
 
 @slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_a_compiled_model_trains_alike_and_its_checkpoint_is_an_ordinary_one(home, texts):
+    args = ["train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=4", f"--out_dir={home}", "--run=compiled"]
+    assert "torch.compile is on" in run(*args, "--compile=true", timeout=600).out
+    run(*args[:-1], "--run=eager")
+    a, b = losses(home, "base", "compiled"), losses(home, "base", "eager")
+    assert max(abs(a[s] - b[s]) for s in a) < 1e-4
+    assert "is finished" in run(*args, "--compile=false").out
+
+
+@slow
 def test_two_and_three_ranks_give_the_losses_of_one(home, texts):
     curves = []
     for n in (1, 2, 3):
@@ -1923,13 +1934,16 @@ def test_a_full_disk_is_survived(home, texts):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_ten_stop_the_run(capsys):
-    steps, metrics = common.Steps(1, tiny(), CPU, 0), {}
+    steps, metrics, opt = common.Steps(1, tiny(), CPU, 0), {}, Muon([], CPU)
     for norm in (math.nan, math.inf, 1.0, *[math.nan] * 9):
-        steps.check(1, norm, metrics, "advice")
+        steps.check(1, norm, opt, metrics, "advice")
     assert metrics["skipped"] == 11 and "9 in a row, 11 in all" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        steps.check(1, math.nan, metrics, "lower the rate")
+        steps.check(1, math.nan, opt, metrics, "lower the rate")
     assert "ten steps in a row" in (err := capsys.readouterr().err) and "lower the rate" in err
+    opt.loss_scale = 8.0  # still being found: not counted
+    for _ in range(12):
+        steps.check(1, math.inf, opt, metrics, "")
 
 
 @slow

@@ -136,7 +136,7 @@ rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "
 opt = Muon(model.param_groups(**rates, weight_decay=weight_decay, matrices=choose_optimizer(optimizer, dev)), dev)
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items())
      + f" (scale {lr_scale:.3g}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
-step, metrics = begin(started, run_dir, num_steps)
+step, metrics = begin(started, run_dir, num_steps, "val_bpb")
 saved = step  # the step of the newest checkpoint
 if started:
     model.load_state_dict(load_weights(started, "model.pt"))
@@ -185,7 +185,7 @@ while True:
             "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
             "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
             "hardware": dev.hardware}, dev, must=last or steps.stopping)
-    if steps.stopping:
+    if steps.stopping and not last:
         steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
         metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, steps.rows, eval_tokens)
@@ -210,7 +210,7 @@ while True:
     dev.synchronize()
     dt = time.time() - t0
     step += 1
-    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
+    steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
     metrics["tokens"] += total_batch_size
     times = (times + [dt])[-50:]
     typical = sorted(times)[len(times) // 2]

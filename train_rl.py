@@ -39,7 +39,7 @@ temperature = 1.0            # of the sampling; 1 is the model's own distributio
 top_k = 0                    # 0 = all tokens
 # horizon and batch
 num_iterations = 60          # optimizer steps, each on fresh rollouts
-device_batch_size = 0        # tries per device, sampled or trained on at a time; 0 = choose for me
+device_batch_size = 0        # tries per device, sampled (whole groups) or trained on at a time; 0 = choose for me
 # learning
 lr_frac = 0.1                # share of the learning rates of the stage it starts from
 warmup_steps = 3             # steps of linear warm-up
@@ -51,7 +51,7 @@ sample_every = 20            # steps between printed tries; 0 = never
 save_every = 20              # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, bfloat16, float16, float32
-compile = "auto"             # torch.compile: auto (where it helps), true, false
+compile = "false"            # torch.compile: auto, true, false; here every step has other lengths, each compiled anew
 optimizer = "auto"           # of the matrices: muon, adamw, or auto = muon if this device can
 activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, a third slower
 timeout_min = 30             # minutes without a sign of life after which a rank reports where it hangs and ends; 0 = never
@@ -101,7 +101,7 @@ auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items()))
 # --- HORIZON ---------------------------------------------------------------------------------------------------------
 num_steps = bench + 1 if bench else num_iterations
 auto(f"{num_steps} steps, {num_steps * prompts_per_step} prompts, {num_steps * prompts_per_step / len(chosen):.2f} epochs")
-step, metrics = begin(started, run_dir, num_steps)
+step, metrics = begin(started, run_dir, num_steps, "test_acc")
 saved = step  # the step of the newest checkpoint
 
 
@@ -118,9 +118,9 @@ def rollouts(step):
         return complete(model, tok, [prompt for _, prompt in batch], dev, num_samples=num_samples, max_new_tokens=max_new_tokens,
                         temperature=temperature, top_k=top_k, seed=[[seed, i] for i, _ in batch])
 
-    groups = []
+    groups, at_once = [], max(1, device_batch_size // num_samples) if device_batch_size else prompts_per_step
     numbered = [(i, tok.render_for_completion(problems[chosen[i % len(chosen)]])) for i in mine]
-    for batch, tries in in_batches(numbered, device_batch_size // num_samples or len(numbered), sample, dev):
+    for batch, tries in in_batches(numbered, at_once, sample, dev):
         for (i, prompt), group in zip(batch, tries):
             ended = [tokens[-1] == tok.assistant_end for tokens, _ in group]
             rewards = [problems.grade(problems[chosen[i % len(chosen)]], visible_text(tok, tokens)) * end
@@ -168,7 +168,8 @@ def forward_backward(rows, sampled, size):
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "rl", num_steps, metrics["seconds"], step) if not bench else None
 train_model = compiled(model, compile, dev)
-steps = Steps(device_batch_size or min(64, rows_that_fit(model, dev)), model, dev, timeout_min)
+most = -(-prompts_per_step // dev.world_size) * num_samples  # tries of the rank that has most
+steps = Steps(min(device_batch_size or 64, most, rows_that_fit(model, dev)), model, dev, timeout_min)
 sample_s, train_s, tokens_done, times = 0.0, 0.0, 0, []
 while True:
     last = step == num_steps
@@ -179,7 +180,7 @@ while True:
             "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
             "parent": parent["seal"], "rates": rates, "batch": parent["batch"], "metrics": metrics,
             "hardware": dev.hardware}, dev, must=last or steps.stopping)
-    if steps.stopping:
+    if steps.stopping and not last:
         steps.leave(step)
     if not bench and (last or step == 0 or (eval_every and step % eval_every == 0)):
         metrics["test_acc"] = evaluate_task(model, tok, dev, test_problems, eval_problems, max_new_tokens=max_new_tokens)["acc"]
@@ -219,7 +220,7 @@ while True:
     dev.synchronize()
     step += 1
     dt = time.time() - t0
-    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
+    steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
     times = (times + [dt])[-50:]
     sample_s, train_s, tokens_done = sample_s + t1 - t0, train_s + dt - (t1 - t0), tokens_done + new_tokens
     metrics["tokens"] += int(new_tokens)

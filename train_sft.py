@@ -89,7 +89,7 @@ num_steps = bench + 3 if bench else num_iterations or max(1, round(epoch / fille
 auto(f"{num_steps} steps, {human(num_steps * total_batch_size)} tokens, {num_steps * total_batch_size * filled / epoch:.2f} epochs")
 loader = RowLoader(blocks, n_blocks, T, step_rows, tok, dev, split=False, seed=seed, state=started and started["loader"])
 batches = iter(loader)
-step, metrics = begin(started, run_dir, num_steps)
+step, metrics = begin(started, run_dir, num_steps, "tasks")
 saved = step  # the step of the newest checkpoint
 
 
@@ -126,7 +126,7 @@ while True:
             "stage": "sft", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
             "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
             "hardware": dev.hardware}, dev, must=last or steps.stopping)
-    if steps.stopping:
+    if steps.stopping and not last:
         steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
@@ -146,7 +146,7 @@ while True:
     dev.synchronize()
     dt = time.time() - t0
     step += 1
-    steps.check(step, grad_norm, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
+    steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
     metrics["tokens"] += total_batch_size
     times = (times + [dt])[-50:]
     typical = sorted(times)[len(times) // 2]
