@@ -1853,6 +1853,10 @@ def test_the_doctor_on_simulated_npus(tmp_path, npu):
 
 
 def test_a_plan_needs_no_device():
+    for name, tflops in (("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000 Laptop GPU", None), ("NVIDIA GeForce RTX 4090", 165),
+                         ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", None), ("Ascend910B4", 270), ("910B", 354)):
+        assert common.card_facts(name)[0] == tflops, name
+    assert common.planned_device("", 1).type == next(iter(common.find_devices()))
     done = run("train_base.py", "--plan=1", "--plan_device=910B", "--plan_ranks=8", "--depth=20")
     for what in ("8 x 910B, bfloat16", "897M", "activations", "at its peak", "hours at 40%"):
         assert what in done.stdout, done.stdout
@@ -1911,7 +1915,7 @@ def test_sigterm_saves_and_another_number_of_ranks_goes_on(home, texts):
     for nproc, step in ((2, 10), (1, 30)):
         process = start(*args, "--run_name=stopped", nproc=nproc)
         wait_for(home / "base" / "stopped" / "log.jsonl", step, process)
-        for pid in workers(process) if nproc > 1 else [process.pid]:
+        for pid in 2 * workers(process) if nproc > 1 else [process.pid]:  # twice, as a queue and torchrun would
             os.kill(pid, signal.SIGTERM)
         out = process.communicate(timeout=60)[0]
         assert process.returncode == 0 and "asked to stop (SIGTERM)" in out, out
@@ -1976,6 +1980,26 @@ def test_a_rank_that_hangs_says_where(waits):
     assert ("waited for the other ranks" in done.stderr) == waits
 
 
+ALONE = """
+import os, common, torch
+dev = common.setup("cpu", "float32")
+assert dev.sum([1, 2.5] if dev.rank else [0, 0]) == [1, 2.5] and dev.sum(3) == 6
+if dev.rank == 1:
+    {what}
+dev.sum(torch.zeros(1))
+"""
+
+
+@slow
+@pytest.mark.parametrize("what, says", [("common.fail('nothing there')", "error (rank 1): nothing there"),
+                                        ("raise torch.OutOfMemoryError('NPU out of memory')", "out of memory (rank 1, in"),
+                                        ("raise ValueError('a bug')", "ValueError: a bug")])
+def test_what_one_rank_alone_meets_is_said(tmp_path, what, says):
+    (tmp_path / "alone.py").write_text(ALONE.format(what=what))
+    done = run(tmp_path / "alone.py", nproc=2, check=False, env={"PYTHONPATH": str(HERE)})
+    assert done.returncode and says in done.stderr and "terminate called" not in done.stderr, done.out
+
+
 def test_work_goes_on_in_smaller_batches_when_memory_runs_out(capsys):
     tried = []
 
@@ -1987,6 +2011,9 @@ def test_work_goes_on_in_smaller_batches_when_memory_runs_out(capsys):
 
     done = [y for _, result in common.in_batches(list(range(11)), 8, work, CPU) for y in result]
     assert done == [2 * x for x in range(11)] and tried == [8, 4, 2, 2, 2, 2, 2, 1]
+    tried.clear()
+    list(common.in_batches(list(range(4)), 8, work, CPU))
+    assert tried == [2, 2]  # what fitted is remembered
     with pytest.raises(ValueError):
         list(common.in_batches([1], 1, lambda batch: int("x"), CPU))
     with pytest.raises(RuntimeError, match="memory"):
