@@ -1854,7 +1854,8 @@ def test_the_doctor_on_simulated_npus(tmp_path, npu):
 
 def test_a_plan_needs_no_device():
     for name, tflops in (("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000 Laptop GPU", None), ("NVIDIA GeForce RTX 4090", 165),
-                         ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", None), ("Ascend910B4", 270), ("910B", 354)):
+                         ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", None), ("Ascend910B4", 270),
+                         ("910B", 354)):
         assert common.card_facts(name)[0] == tflops, name
     assert common.planned_device("", 1).type == next(iter(common.find_devices()))
     done = run("train_base.py", "--plan=1", "--plan_device=910B", "--plan_ranks=8", "--depth=20")
