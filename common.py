@@ -160,6 +160,7 @@ def leave_now():
     """At exit with a process group that was not left: at once, or gloo's threads abort the process."""
     if dist.is_initialized():
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(exit_status[0])
 
 
@@ -635,15 +636,13 @@ def len_cores():
 
 
 def cleanup(status=0):
-    """At the end of a script: leave the process group, all ranks together."""
+    """At the end of a script: leave the process group, all ranks together. status: what the script will exit with."""
     Watchdog.start(0)
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
-        guard = threading.Timer(10, os._exit, [status])  # gloo of torch 2.7 may wait for ever for a rank that left a moment before
-        guard.daemon = True
-        guard.start()
-        dist.destroy_process_group()
-        guard.cancel()
+        exit_status[0] = status
+        if dist.get_backend() != "gloo":  # gloo of torch 2.7 may wait here for ever; leave_now() ends it
+            dist.destroy_process_group()
 
 
 def compiled(model, wanted, dev):
@@ -665,7 +664,7 @@ def compiled(model, wanted, dev):
 class Watchdog:
     """A thread that looks whether this rank still gives signs of life, and ends it with its stack when it does not, so that
     torchrun can start the ranks again. A rank that only waits for others gives them twice the time to report themselves."""
-    seconds, last, waits, thread = 0.0, 0.0, False, None
+    seconds, last, waits, thread = 0.0, 0.0, 0, None  # waits: how many waiting() stand open
 
     @classmethod
     def start(cls, minutes):
@@ -684,11 +683,11 @@ class Watchdog:
     def waiting(cls):
         """Inside, this rank waits for the others."""
         cls.beat()
-        cls.waits = True
+        cls.waits += 1
         try:
             yield
         finally:
-            cls.waits = False
+            cls.waits -= 1
             cls.beat()
 
     @classmethod
