@@ -228,9 +228,11 @@ def memory_plan(model, rows, dev):
     kept = L * 4 * C * N + layer if model.activation_checkpointing else L * layer
     parts = {"weights": 4 * P, "gradients": 4 * P, "optimizer": (4 * M + 8 * (P - M)) // W,
              "activations": kept + 12 * C * N + (2 * M if half else 0), "logits": 16 * min(N * V, max(V, LOGITS_AT_ONCE))}
-    biggest = 4 * max(4 * C * C * L, V * C)  # what the optimizer works on at a time: all matrices of a shape, or one embedding
-    copies = (1 if W == 1 else 2) + (5 if half else 7) / W  # of it: whole, gathered, and what the iteration on a share holds
-    parts["optimizer's step"] = 4 * P // W + int(biggest * copies)
+    # What the optimizer holds for one unit: all matrices of a shape, whole and gathered, and the iteration on this rank's share; or
+    # one embedding.
+    muon = 16 * C * C * L * ((1 if W == 1 else 2) + (5 if half else 7) / W)
+    adamw = 4 * V * C * (2 if W == 1 else 2 + 2 / W)
+    parts["optimizer's step"] = 4 * P // W + int(max(muon, adamw))
     backward = max(parts["activations"] + parts["logits"], 4 * P + layer + 12 * C * N)  # as it begins, as it ends
     parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, 4 * P, parts["optimizer's step"])
     return parts
