@@ -1852,6 +1852,7 @@ def test_the_doctor_on_simulated_npus(tmp_path, npu):
     assert status == 0 and "float16" in checks["npu 0"][1]
 
 
+@slow
 def test_a_plan_needs_no_device():
     for name, tflops in (("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA RTX A1000 Laptop GPU", None), ("NVIDIA GeForce RTX 4090", 165),
                          ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", None), ("Ascend910B4", 270),
