@@ -217,8 +217,8 @@ class GPT(nn.Module):
 
 def memory_plan(model, rows, dev):
     """Bytes that training with `rows` rows per pass holds on one device, by part, and "peak": the parts do not all stand at the
-    same time. The factors are what the allocator was seen to hold (test_all.py compares); under autocast a layer keeps
-    56 numbers' worth of bytes per token and channel, in fp32 82."""
+    same time. The factors are what an allocator was seen to hold (test_all.py compares): of a layer, 82 bytes per token and
+    channel in fp32, 56 under autocast."""
     config, half, W = model.config, dev.dtype != torch.float32, dev.world_size
     L, C, V, T = config.n_layer, config.n_embd, config.vocab_size, config.max_seq_len
     (P, M), N = model.num_params(), rows * T
