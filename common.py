@@ -651,12 +651,12 @@ def compiled(model, wanted, dev):
     if word not in ("auto", "true", "false", "1", "0"):
         fail(f"--compile={wanted} is not one of auto, true, false")
     use = word in ("true", "1")
-    if word == "auto":  # on NPUs it needs triton-ascend and is young, on CPUs it takes a minute to win a little
+    if word == "auto":  # on NPUs it needs triton-ascend and is young, on CPUs compiling takes a minute
         use = dev.type == "cuda" and importlib.util.find_spec("triton") is not None
         if use:
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
     if use:
-        auto("torch.compile is on: the first step takes minutes; --compile=false turns it off")
+        auto("torch.compile is on: the first step takes long; --compile=false turns it off")
     return torch.compile(model, dynamic=False) if use else model
 
 

@@ -53,7 +53,7 @@ device_type = "auto"         # auto, npu, cuda, mps, cpu
 dtype = "auto"               # auto, bfloat16, float16, float32
 compile = "false"            # torch.compile: auto, true, false; here every step has other lengths, each compiled anew
 optimizer = "auto"           # of the matrices: muon, adamw, or auto = muon if this device can
-activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, a third slower
+activation_checkpointing = False  # compute each block twice instead of keeping what is in it: less memory, more time
 timeout_min = 30             # minutes without a sign of life after which a rank reports where it hangs and ends; 0 = never
 seed = 42                    # of problem order and sampling
 run = ""                     # name of this run (under torchrun write --run_name); "" = that of the run it starts from
