@@ -17,6 +17,7 @@ import ctypes
 import datetime
 import difflib
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -229,8 +230,8 @@ def parse_knob(key, text, default):
             return float(number)
         fail(f"--{key} is a number: {text!r} is not one")
     if default is None:
-        if text.lower() == "none":
-            return None
+        if text.lower() in ("none", "true", "false"):
+            return {"none": None, "true": True, "false": False}[text.lower()]
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(number)
@@ -326,6 +327,8 @@ class Device:
     local_rank: int
     world_size: int
     memory: int = 0  # bytes; only of a device that is planned for, not there
+    parts: dict | None = None  # of a step, in seconds, while they are measured
+    doing: tuple = ("", 0.0)  # which of them, since when
 
     @property
     def is_main(self):
@@ -360,6 +363,15 @@ class Device:
     def barrier(self):
         self.sum(0)
 
+    def part(self, name):
+        """While `parts` are measured: from here on the time counts as `name`, and the device is waited for. -> the part before"""
+        if self.parts is not None:
+            self.synchronize()
+            before, since = self.doing
+            self.doing = (name, time.perf_counter())
+            self.parts[before] = self.parts.get(before, 0.0) + self.doing[1] - since
+            return before
+
     @contextlib.contextmanager
     def first_per_node(self):
         """Inside, the first rank of each node goes ahead of its fellows: for downloads and caches."""
@@ -385,6 +397,18 @@ class Device:
     def empty_cache(self):
         if self.module:
             self.module.empty_cache()
+
+    def pinned(self, tensor):
+        """A tensor on the host, ready to be copied to the device without anybody waiting."""
+        return tensor.pin_memory() if self.type in ("npu", "cuda") else tensor
+
+    def profiler(self, folder):
+        """A profiler with start() and stop(); what it saw is then in `folder`, for chrome://tracing or Perfetto."""
+        if self.type == "npu":
+            return torch_npu.profiler.profile(on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(str(folder)))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return torch.profiler.profile(
+            on_trace_ready=lambda p: p.export_chrome_trace(str(Path(folder) / f"rank{self.rank}.json")))
 
     @property
     def fused_attention(self):
@@ -441,8 +465,9 @@ def host_memory():
     return (free, total) if total < 2**62 else (4 * 2**30, 8 * 2**30)  # macOS, Windows: a careful guess
 
 
-def matmul_flops(device, dtype, n=1024, seconds=0.2):
-    """Measured FLOP/s of an (n, n) matmul: the best of several, since others may be using the machine."""
+def matmul_flops(device, dtype, n=0, seconds=0.2):
+    """Measured FLOP/s of an (n, n) matmul: the best of several, since others may be using the machine. n 0: large enough."""
+    n = n or (1024 if device.type == "cpu" else 4096)
     a, best, end = torch.randn(n, n, device=device).to(dtype), 0.0, time.perf_counter() + seconds
     sync = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
     repeats = 1
@@ -645,8 +670,8 @@ def cleanup(status=0):
             dist.destroy_process_group()
 
 
-def compiled(model, wanted, dev):
-    """The model to train with: through torch.compile where that helps and works, else as it is. wanted: auto, true or false."""
+def choose_compile(model, wanted, dev):
+    """Train through torch.compile where that helps and works. wanted: auto, true or false."""
     word = str(wanted).lower()
     if word not in ("auto", "true", "false", "1", "0"):
         fail(f"--compile={wanted} is not one of auto, true, false")
@@ -657,7 +682,7 @@ def compiled(model, wanted, dev):
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
     if use:
         auto("torch.compile is on: the first step takes long; --compile=false turns it off")
-    return torch.compile(model, dynamic=False) if use else model
+        model.use_compile()
 
 
 # --- what can go wrong while training ----------------------------------------------------------------------------------
@@ -745,6 +770,7 @@ class Steps:
         self.rows, self.model, self.dev = rows, model, dev
         Watchdog.start(timeout_min)
         self.bad, self.told, self.stopping = 0, 0.0, False  # told: when this rank was; stopping: all ranks know
+        self.done = 0  # how many times run() was called
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.tell)
 
@@ -756,6 +782,13 @@ class Steps:
     def run(self, work):
         """-> work(rows). Where memory ran out on any rank, all of them do the step again with half the rows per pass, and at
         one row with activation checkpointing."""
+        if self.done == 1:  # what is there now stays: Python need not look through it again and again for garbage
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif self.done % 500 == 499:
+            gc.collect()
+        self.done += 1
         while True:
             result, short = None, 0
             try:

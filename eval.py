@@ -26,6 +26,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gpt import complete, load_model
@@ -329,7 +330,8 @@ class Mixture:
 # ---------------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def evaluate_bpb(model, documents, tok, dev, T, B, tokens):
-    """Bits per UTF-8 byte of the first `tokens` tokens of validation text: comparable over vocabularies. -> float
+    """Bits per UTF-8 byte of the first `tokens` tokens of validation text, in rows that begin where a document or its rest does:
+    comparable over vocabularies. -> (bpb, {source: its bpb}, of up to eight sources with the most text, where there are several)
 
     Special tokens stand for no text and are not scored. Ranks share the rows."""
     capacity, want = T + 1, max(1, tokens // T)
@@ -340,20 +342,27 @@ def evaluate_bpb(model, documents, tok, dev, T, B, tokens):
         if have >= want * capacity:
             break
     rows = pack_rows([len(d) for d in taken], capacity, split=True)[:want][dev.rank :: dev.world_size]
-    sizes, nats, count = tok.token_bytes().to(dev.device), 0.0, 0
+    of = getattr(documents, "sources", [""] * len(taken))[: len(taken)]
+    names = sorted(set(of))
+    of = [np.full(len(d), names.index(source)) for d, source in zip(taken, of)]  # for each token of each document, its source
+    sizes, totals = tok.token_bytes().to(dev.device), torch.zeros(len(names), 2, dtype=torch.float64)  # nats and bytes
 
     def measure(batch):
         ids = torch.stack([torch.from_numpy(fill_row(r, taken, capacity, tok.bos)[0]) for r in batch]).to(dev.device)
+        source = torch.stack([torch.from_numpy(fill_row(r, of, capacity, 0)[0]) for r in batch])[:, 1:].flatten()
         targets = ids[:, 1:]
         scored = sizes[targets]
         with dev.autocast():
             loss = model(ids[:, :-1], targets.masked_fill(scored == 0, -1), reduction="none")
-        return loss.sum().item(), int(scored.sum())
+        return torch.zeros(len(names), 2, dtype=torch.float64).index_add_(
+            0, source, torch.stack([loss.cpu().double().flatten(), scored.cpu().double().flatten()], 1))
 
-    for _, (batch_nats, batch_count) in in_batches(rows, B, measure, dev):
-        nats += batch_nats
-        count += batch_count
-    return dev.sum(nats) / (math.log(2) * max(1, dev.sum(count)))
+    for _, sums in in_batches(rows, B, measure, dev):
+        totals += sums
+    nats, count = zip(*torch.tensor(dev.sum(totals.flatten().tolist()), dtype=torch.float64).view(-1, 2).tolist())
+    largest = sorted((i for i in range(len(names)) if count[i]), key=lambda i: -count[i])[:8] if len(names) > 1 else []
+    return (sum(nats) / math.log(2) / max(1, sum(count)),
+            {names[i]: round(nats[i] / math.log(2) / count[i], 4) for i in largest})
 
 
 def visible_text(tok, tokens):
@@ -538,12 +547,14 @@ def main():
         else:
             tok = find_tokenizer(out_dir, meta)
             model = load_model(meta, load_weights(meta, "model.pt"), dev).eval()
-            T, text = model.config.max_seq_len, meta["text"] if data_dir == "same" else data_dir
-            where = (tok.hash, text)
+            T = model.config.max_seq_len
+            text, val_text = (meta["text"], meta.get("val_text", "")) if data_dir == "same" else (data_dir, "")
+            where = (tok.hash, text, val_text)
             if where not in val:
-                val[where] = load_corpus(text, out_dir, tok, dev, 1)[1]
+                val[where] = load_corpus(text, out_dir, tok, dev, 1, val_text)[1]
             t0 = time.time()
-            scores = {**key, "val_bpb": evaluate_bpb(model, val[where], tok, dev, T, max(1, 4096 // T), eval_tokens)}
+            bpb, by_source = evaluate_bpb(model, val[where], tok, dev, T, max(1, 4096 // T), eval_tokens)
+            scores = {**key, "val_bpb": bpb, "val_bpb_by_source": by_source}
             scores["tasks"] = evaluate_chat(model, tok, dev, task_list, limit=max_problems, B=device_batch_size or 64,
                                             max_new_tokens=max_new_tokens)
             scores["chat_core"] = round(chat_core(scores["tasks"]), 4)

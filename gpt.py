@@ -1,12 +1,13 @@
 """
 What is the model, and how does it produce tokens?
 
-A decoder-only transformer: rotary positions, RMSNorm without weights, QK-norm, squared ReLU, no biases, an untied head
-with a soft cap on the logits. Each idea beyond that is a field of GPTConfig. Then the KV cache, and batched generation
-in which prompts of any lengths run side by side and a calculator answers inside the sequence.
+A decoder-only transformer: rotary positions, RMSNorm without weights, no biases. Each idea beyond that is a field of GPTConfig,
+so that to try without it is a flag, and a preset is a set of fields. Then the loss, which never holds all logits; the KV cache;
+and batched generation in which prompts of any lengths run side by side and a calculator answers inside the sequence.
 """
 import ast
 import bisect
+import functools
 import itertools
 import math
 import operator
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from common import human, print0, warn
@@ -33,15 +35,32 @@ class GPTConfig:
     n_embd: int = 768
     rope_base: float = 10000.0
     qk_norm: bool = True
-    softcap: float = 15.0       # logits = softcap * tanh(logits / softcap); 0 = off
+    mlp: str = "relu2"          # relu2: down(relu(up(x))^2); swiglu: down(silu(gate(x)) * up(x))
+    softcap: float = 15.0       # logits = softcap * tanh(logits / softcap), at most 60; 0 = off
     value_embeds: bool = True   # every other layer mixes an embedding of the token into its values
     layer_lambdas: bool = True  # each layer mixes the first hidden state back in, with learned weights
+    window: int = 0             # three layers of four look back so many tokens only, every fourth and the last all the way; 0 = off
+    tied: bool = False          # the head is the embedding
 
     @property
     def head_dim(self):
         return self.n_embd // self.n_head
 
+    @property
+    def ffn_dim(self):
+        """4 C; with three matrices instead of two, 8/3 C: as many weights."""
+        return 4 * self.n_embd if self.mlp == "relu2" else -(-8 * self.n_embd // (3 * 32)) * 32
 
+    def looks_back(self, layer):
+        """How many tokens before its own a layer may look at; 0 = all."""
+        return 0 if (layer + 1) % 4 == 0 or layer == self.n_layer - 1 else self.window
+
+
+# Whole sets of ideas. nano: the best we know, by the README's table. classic: nanochat of October 2025. qwen3: Qwen3's.
+# transformers has the last two, see to_transformers().
+PRESETS = {"nano": {},
+           "classic": dict(value_embeds=False, layer_lambdas=False),
+           "qwen3": dict(rope_base=1e6, mlp="swiglu", softcap=0.0, value_embeds=False, layer_lambdas=False)}
 LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 16 bytes in all: a gibibyte
 ADAMW_RATE = 0.15       # where AdamW stands in for Muon, its learning rate as a share of Muon's at width 768
 
@@ -58,16 +77,38 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+# --- attention: the one place where the kind of device matters to the model ------------------------------------------------
+@functools.cache
+def window_mask(T, window, device, compiled=False):
+    """What a layer may look at that looks back `window` tokens and no more, in the form that attention() is fastest with."""
+    if device.type == "npu":
+        return window, torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)  # the size that the kernel wants
+    if compiled and device.type == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask
+        return create_block_mask(lambda b, h, i, j: (j <= i) & (i - j <= window), None, None, T, T, device=device)
+    i = torch.arange(T, device=device)
+    return (i <= i[:, None]) & (i[:, None] - i <= window)
+
+
 def attention(q, k, v, mask=None):
-    """q: (B, H, T, D), k and v: (B, Hkv, S, D) -> (B, H, T, D). Causal when mask is None (T = S).
-    A boolean mask (True = may look) or none at all is what reaches the fused kernel on every device."""
+    """q: (B, H, T, D), k and v: (B, Hkv, S, D) -> (B, H, T, D). Causal when mask is None (T = S); else what window_mask() gives, or
+    booleans (True = may look). None and booleans are what reaches the fused kernel on every device."""
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms and rotary tables may have widened them under autocast
+    if isinstance(mask, tuple):  # sparse_mode 4: a band
+        import torch_npu
+        window, upper = mask
+        return torch_npu.npu_fusion_attention(q, k, v, q.size(1), "BNSD", atten_mask=upper, scale=q.size(-1) ** -0.5,
+                                              pre_tockens=window, next_tockens=0, sparse_mode=4)[0]
     if q.size(1) != k.size(1):
         B, H, S, D = *q.shape[:2], *k.shape[2:]
         k, v = (t[:, :, None].expand(-1, -1, H // t.size(1), -1, -1).reshape(B, H, S, D) for t in (k, v))
+    if mask is not None and not torch.is_tensor(mask):
+        from torch.nn.attention.flex_attention import flex_attention
+        return flex_attention(q, k, v, block_mask=mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
+# --- the model -------------------------------------------------------------------------------------------------------------
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -77,13 +118,17 @@ class Block(nn.Module):
         self.k = nn.Linear(C, config.n_kv_head * D, bias=False)
         self.v = nn.Linear(C, config.n_kv_head * D, bias=False)
         self.o = nn.Linear(C, C, bias=False)
-        self.up = nn.Linear(C, 4 * C, bias=False)
-        self.down = nn.Linear(4 * C, C, bias=False)
+        self.up = nn.Linear(C, config.ffn_dim, bias=False)
+        self.gate = nn.Linear(C, config.ffn_dim, bias=False) if config.mlp == "swiglu" else None
+        self.down = nn.Linear(config.ffn_dim, C, bias=False)
 
-    def forward(self, x, ve, rope, cache, mask):
-        """x: (B, T, C); ve: (B, T, Hkv * D) to be added to the values, or None."""
+    def forward(self, x, x0, mix, ve, rope, mask=None, cache=None):
+        """x, x0: (B, T, C), the hidden state and the first one; mix: how much of each to take in, (2,), or None = x alone;
+        ve: (B, T, Hkv * D) to be added to the values, or None."""
         B, T, C = x.shape
         D = self.config.head_dim
+        if mix is not None:
+            x = mix[0] * x + mix[1] * x0
         h = norm(x)
         v = self.v(h) if ve is None else self.v(h) + ve
         q, k, v = (t.view(B, T, -1, D).transpose(1, 2) for t in (self.q(h), self.k(h), v))  # (B, H, T, D)
@@ -94,7 +139,10 @@ class Block(nn.Module):
             k, v = cache.append(self.layer, k, v)
         y = attention(q, k, v, mask).transpose(1, 2).reshape(B, T, C)
         x = x + self.o(y)
-        h = F.relu(self.up(norm(x)))
+        h = norm(x)
+        if self.gate is not None:
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        h = F.relu(self.up(h))
         return x + self.down(h * h)  # not h.square(): autocast would compute and keep that in fp32
 
 
@@ -105,10 +153,11 @@ class GPT(nn.Module):
         self.activation_checkpointing = False  # keep only each block's input, and compute the rest again in the backward pass
         assert config.n_embd % config.n_head == 0 and config.head_dim % 2 == 0, f"{config.n_embd} into {config.n_head} heads"
         assert config.n_head % config.n_kv_head == 0, f"{config.n_head} heads cannot share {config.n_kv_head} key-value heads"
+        assert config.mlp in ("relu2", "swiglu") and config.softcap <= 60, f"mlp {config.mlp}, softcap {config.softcap}"
         V, C, L = config.vocab_size, config.n_embd, config.n_layer
         self.embed = nn.Embedding(V, C)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(L))
-        self.head = nn.Linear(C, V, bias=False)
+        self.head = nn.Linear(C, V, bias=False) if not config.tied else None
         with_ve = range((L - 1) % 2, L, 2) if config.value_embeds else ()  # every other layer, the last one included
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(V, config.n_kv_head * config.head_dim) for i in with_ve})
         if config.value_embeds:
@@ -116,90 +165,115 @@ class GPT(nn.Module):
         if config.layer_lambdas:
             self.resid_lambdas = nn.Parameter(torch.empty(L))
             self.x0_lambdas = nn.Parameter(torch.empty(L))
-        D = config.head_dim
-        freqs = config.rope_base ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
-        angles = torch.arange(config.max_seq_len, dtype=torch.float32)[:, None] * freqs  # (T, D/2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.init_weights()
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim // 2), persistent=False)
+        self.run_block, self.head_tiles, self.compiled = Block.forward, (tile_loss, tile_grad), False
+        if not self.embed.weight.is_meta:
+            self.init_tables()
+            self.init_weights()
+
+    @classmethod
+    def build(cls, config, device, weights=None):
+        """A model on its device, with fresh weights or those given. It is laid out on the meta device: no memory is used twice."""
+        with torch.device("meta"):
+            model = cls(config)
+        if torch.device(device).type != "meta":
+            model.to_empty(device=device)
+            model.init_tables()
+            model.init_weights() if weights is None else model.load_state_dict(weights)
+        return model
+
+    def init_tables(self):
+        D = self.config.head_dim
+        freqs = self.config.rope_base ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
+        angles = torch.arange(self.config.max_seq_len, dtype=torch.float32)[:, None] * freqs  # (T, D/2)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     @torch.no_grad()
     def init_weights(self):
-        """Each block starts as the identity (o and down are zero), the head near zero: the first loss is ln(vocab)."""
-        self.embed.weight.normal_(0, 0.8)
-        self.head.weight.normal_(0, 0.001)
-        bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1 / sqrt(C)
-        for b in self.blocks:
-            for w in (b.q, b.k, b.v, b.up):
-                w.weight.uniform_(-bound, bound)
-            b.o.weight.zero_()
-            b.down.weight.zero_()
-        for e in self.value_embeds.values():
-            e.weight.uniform_(-bound, bound)
-        if self.config.value_embeds:
-            self.value_lambdas.fill_(1.0)
-        if self.config.layer_lambdas:
-            self.resid_lambdas.fill_(1.0)
-            self.x0_lambdas.fill_(0.1)
+        """Each block starts as the identity (o and down are zero), the head near zero: the first loss is ln(vocab). The numbers are
+        the host's: the same start on every kind of device."""
+        C = self.config.n_embd
+        for name, p in self.named_parameters():
+            w, kind = torch.empty(p.shape), name.split(".")[-2] if "." in name else name
+            if kind == "embed":
+                w.normal_(0, 0.8 if not self.config.tied else 0.02)
+            elif kind == "head":
+                w.normal_(0, 0.001)
+            elif kind in ("o", "down"):
+                w.zero_()
+            elif p.ndim == 2:
+                w.uniform_(-math.sqrt(3 / C), math.sqrt(3 / C))  # standard deviation 1 / sqrt(C)
+            else:
+                w.fill_({"value_lambdas": 1.0, "resid_lambdas": 1.0, "x0_lambdas": 0.1}[kind])
+            p.copy_(w)
 
-    def forward(self, idx, targets=None, reduction="sum", cache=None, last=None):
+    def use_compile(self):
+        """Train through torch.compile: block by block, since all blocks are alike and one is compiled in a fraction of the time.
+        Generation and evaluation stay as they are."""
+        self.run_block = torch.compile(Block.forward, dynamic=False)
+        self.head_tiles = tuple(torch.compile(f, dynamic=False) for f in (tile_loss, tile_grad))
+        self.compiled = True
+
+    def forward(self, idx, targets=None, weights=None, reduction="sum", cache=None, last=None):
         """idx: (B, T) tokens -> logits (B, T, V) in fp32; with `last` (B,) only at that position of each row: (B, V).
 
-        With targets (B, T), -1 = not scored: the summed cross-entropy in nats (or per token, reduction="none").
+        With targets (B, T), -1 = not scored: the summed cross-entropy in nats, each token's times its weight where weights
+        (B, T) are given; reduction="none", without gradients: per token (B, T).
         With a cache, idx continues each row at its own position; the caller then calls cache.advance().
         """
-        B, T = idx.shape
+        (B, T), config = idx.shape, self.config
+        training = torch.is_grad_enabled() and cache is None
         if cache is None:
-            rope, mask = (self.cos[:T], self.sin[:T]), None
+            rope, masks = (self.cos[:T], self.sin[:T]), {0: None}
         else:
-            pos, mask = cache.open(T)  # (B, T)
+            pos, masks = cache.open(T, config.window)  # (B, T)
             rope = (self.cos[pos][:, None], self.sin[pos][:, None])  # (B, 1, T, D/2)
+        if config.window and config.window not in masks:
+            masks[config.window] = window_mask(T, config.window, idx.device, training and self.compiled)
         x = x0 = norm(self.embed(idx))  # (B, T, C)
+        mix = torch.stack([self.resid_lambdas, self.x0_lambdas], 1).unbind() if config.layer_lambdas else [None] * config.n_layer
+        run = self.run_block if training else Block.forward
         for i, block in enumerate(self.blocks):
-            if self.config.layer_lambdas:
-                x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             ve = self.value_lambdas[i] * self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, ve, rope, None, mask, use_reentrant=False)
+            inputs = (block, x, x0, mix[i], ve, rope, masks[config.looks_back(i)])
+            if training and self.activation_checkpointing:
+                x = checkpoint(run, *inputs, use_reentrant=False)
             else:
-                x = block(x, ve, rope, cache, mask)
+                x = run(*inputs, cache)
         x = norm(x)
         if targets is None:
             return self.logits(x if last is None else x[torch.arange(B, device=x.device), last])
-        return self.loss(x.reshape(B * T, -1), targets.reshape(-1), reduction).view(() if reduction == "sum" else (B, T))
+        weights = None if weights is None else weights.expand(B, T).reshape(-1)
+        loss = CrossEntropy.apply(x.reshape(B * T, -1), self.head_weight, targets.reshape(-1), weights, config.softcap,
+                                  reduction, self.head_tiles if training else (tile_loss, tile_grad))
+        return loss if reduction == "sum" else loss.view(B, T)
+
+    @property
+    def head_weight(self):  # (V, C)
+        return self.embed.weight if self.head is None else self.head.weight
 
     def logits(self, x):
-        logits = self.head(x).float()
+        logits = F.linear(x, self.head_weight).float()
         cap = self.config.softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def loss(self, x, targets, reduction, limit=LOGITS_AT_ONCE):
-        """Cross-entropy over chunks of rows, recomputed in the backward pass, so that no more than `limit` logits stand
-        in memory at once. x: (N, C), targets: (N,)."""
-        def part(x, targets):
-            return F.cross_entropy(self.logits(x), targets, ignore_index=-1, reduction=reduction)
-
-        rows = max(1, limit // self.config.vocab_size)
-        if x.size(0) <= rows:
-            return part(x, targets)
-        parts = [checkpoint(part, a, b, use_reentrant=False) for a, b in zip(x.split(rows), targets.split(rows))]
-        return torch.stack(parts).sum() if reduction == "sum" else torch.cat(parts)
-
     def num_params(self):
         """-> (all, those that a token is multiplied with: the matrices of the blocks and the head)"""
-        matmul = sum(p.numel() for p in self.blocks.parameters()) + self.head.weight.numel()
+        matmul = sum(p.numel() for p in self.blocks.parameters()) + self.head_weight.numel()
         return sum(p.numel() for p in self.parameters()), matmul
 
     def flops_per_token(self, T):
         """Training FLOPs per token, forward and backward: 6 per weight, and 12 L C T for attention (PaLM, appendix B)."""
         return 6 * self.num_params()[1] + 12 * self.config.n_layer * self.config.n_embd * T
 
-    def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0, matrices="muon"):
+    def param_groups(self, matrix_lr, embed_lr, head_lr, scalar_lr, weight_decay=0.0, matrices="muon", **options):
         """Groups for muon.Muon: block matrices to Muon (or to AdamW, at a rate for it), the rest to AdamW. Each parameter is in
         exactly one."""
         adamw_lr = matrix_lr * ADAMW_RATE * (self.config.n_embd / 768) ** -0.5
         adamw = dict(kind="adamw", lr=adamw_lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay) if matrices == "muon" else adamw,
+        groups = {"matrix": dict(kind="muon", lr=matrix_lr, weight_decay=weight_decay, **options) if matrices == "muon" else adamw,
                   "embed": dict(kind="adamw", lr=embed_lr),
                   "head": dict(kind="adamw", lr=head_lr),
                   # At the first step the gradient of a scale in front of a norm is zero but for rounding. With AdamW's usual
@@ -209,12 +283,105 @@ class GPT(nn.Module):
             if p.ndim < 2:
                 key = "scalar"
             else:
-                key = "matrix" if name.startswith("blocks") else "head" if name.startswith("head") else "embed"
+                key = "matrix" if name.startswith("blocks") else "head" if p is self.head_weight else "embed"
             groups[key].setdefault("names", []).append(name)
             groups[key].setdefault("params", []).append(p)
         return [{**g, "label": k} for k, g in groups.items() if "params" in g]
 
 
+# --- the loss ----------------------------------------------------------------------------------------------------------------
+# The logits are the largest thing in training: tokens x vocabulary, in several copies. So they never stand whole. A tile of them is
+# computed, squashed to what both the loss and its gradient need, and turned into the gradient while it is still near. What the
+# softcap does to a logit y is, with s = sigmoid(2 y / cap): cap tanh(y / cap) = 2 cap s - cap, whose derivative is 4 (s - s^2).
+# No maximum has to be subtracted before exp: a capped logit is at most 60.
+LOG2E = math.log2(math.e)
+
+
+def tile_loss(y, cap):
+    """y: (R, K), a tile of 2 logits / cap (or of logits, cap 0), used up -> (s: (R, K); log-sum-exp of the capped logits, (R,))"""
+    s = y.float()
+    if not cap:
+        return s, s.logsumexp(1)
+    s.sigmoid_()
+    return s, (s * (2 * cap * LOG2E)).exp2_().sum(1).log() - cap
+
+
+def tile_grad(s, lse, weights, cap, scale):
+    """softmax * d(capped logit)/d(logit) * scale, over 4 where there is a cap; s is used up. lse, weights: (R,), of whole rows."""
+    shift = math.log2(scale) - LOG2E * (lse + cap)[:, None]
+    p = torch.add(shift, s, alpha=LOG2E * (2 * cap or 1)).exp2_()
+    if weights is not None:
+        p.mul_(weights[:, None])
+    return p.mul_(s.addcmul_(s, s, value=-1)) if cap else p
+
+
+def tile_shape(N, V, device):
+    """-> (rows, columns): on a CPU what its caches like, elsewhere whole rows, as many as LOGITS_AT_ONCE allows."""
+    if device.type == "cpu":
+        return max(1, min(N, 2**25 // V)), min(V, 2048)
+    return max(1, min(N, LOGITS_AT_ONCE // V)), V
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of softcap(x @ w.T) in nats, whose gradient is made in the forward pass: the logits are computed once and
+    never all there. x: (N, C), w: (V, C), targets: (N,), -1 = not scored, weights: (N,) or None.
+    -> the sum, or reduction="none", of which no gradient is taken: (N,)"""
+
+    @staticmethod
+    def forward(ctx, x, w, targets, weights, cap, reduction, tiles):
+        (N, C), V, (tile_loss, tile_grad) = x.shape, w.size(0), tiles
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        # In fp16 what is summed over the rows must stay below 65504: as if the mean were wanted, with some room for what is small.
+        scale = 512.0 / N if dtype == torch.float16 else 1.0
+        squeeze = 2 / cap if cap else 1.0
+        x, whole, scored = (x * squeeze).to(dtype), w.to(dtype), targets >= 0
+        need = reduction == "sum" and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        if need:
+            gx, gw = torch.zeros(N, C, device=x.device), torch.zeros(V, C, device=x.device)
+        lse = torch.empty(N, device=x.device)
+        rows, cols = tile_shape(N, V, x.device)
+        for r in (slice(a, a + rows) for a in range(0, N, rows)):
+            parts, kept = [], []
+            for part in whole.split(cols):
+                s, part = tile_loss(x[r] @ part.T, cap)
+                parts.append(part)
+                kept.append(s if need else None)
+            lse[r] = torch.stack(parts).logsumexp(0) if len(parts) > 1 else parts[0]
+            if need:
+                softmax_of = torch.where(scored[r], lse[r], math.inf)  # 0 everywhere in a row that is not scored
+                for i, part in enumerate(whole.split(cols)):
+                    g = tile_grad(kept[i], softmax_of, None if weights is None else weights[r], cap, scale).to(dtype)  # (R, K)
+                    kept[i] = None
+                    add_matmul(gx[r], g, part)
+                    add_matmul(gw[i * cols : (i + 1) * cols], g.T, x[r])
+        at = targets.clamp(min=0)
+        aim = whole[at].float()  # (N, C), the row of w that each token should have found
+        s = (x.float() * aim).sum(1)
+        s = s.sigmoid() if cap else s
+        nll = torch.where(scored, lse - (2 * cap * s - cap if cap else s), 0.0)
+        weights = scored.float() if weights is None else weights * scored
+        if need:
+            pull = (weights * scale * (s - s * s if cap else 1))[:, None]
+            gx.addcmul_(aim, pull, value=-1)
+            gw.index_add_(0, at, x * -pull)
+            ctx.grads = gx, gw, (4.0 if cap else 1.0) / scale, squeeze
+        return nll if reduction == "none" else (nll * weights).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gx, gw, factor, squeeze = ctx.grads
+        ctx.grads = None
+        return gx.mul_(grad * factor), gw.mul_(grad * (factor / squeeze)), None, None, None, None, None
+
+
+def add_matmul(out, a, b):
+    """out += a @ b, in one pass where they are of one dtype"""
+    return out.addmm_(a, b) if a.dtype == out.dtype else out.add_(a @ b)
+
+
+# --- planning ------------------------------------------------------------------------------------------------------------------
 def memory_plan(model, rows, dev):
     """Bytes that training with `rows` rows per pass holds on one device, by part, and "peak": the parts do not all stand at the
     same time. The factors are what an allocator was seen to hold (test_all.py compares): of a layer, 82 bytes per token and
@@ -273,9 +440,7 @@ def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):
 
 def load_model(meta, weights, dev):
     """A GPT from a checkpoint's meta and its model.pt."""
-    model = GPT(GPTConfig(**meta["model"]))
-    model.load_state_dict(weights)
-    return model.to(dev.device)
+    return GPT.build(GPTConfig(**meta["model"]), dev.device, weights)
 
 
 def model_meta(model):
@@ -293,16 +458,17 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,)
         self.longest = 0  # max(lengths), known without asking the device
 
-    def open(self, T):
-        """Positions (B, T) of the T tokens to come, and the mask (B, 1, T, S) of the keys each may look at. A row that has
-        ended but is still in the batch may stand at the edge: it stays there."""
+    def open(self, T, window=0):
+        """Positions (B, T) of the T tokens to come, and {how far back a layer looks: mask (B, 1, T, S) of the keys each may look
+        at}. A row that has ended but is still in the batch may stand at the edge: it stays there."""
         size = self.k.size(3)
         self.pos = (self.lengths[:, None] + torch.arange(T, device=self.lengths.device)).clamp_(max=size - 1)
         self.end = min(self.longest + T, size)
         if self.longest == 0:
-            return self.pos, None  # nothing before: plain causal attention
-        seen = torch.arange(self.end, device=self.pos.device)
-        return self.pos, seen <= self.pos[:, None, :, None]
+            return self.pos, {0: None}  # nothing before: as without a cache
+        seen, at = torch.arange(self.end, device=self.pos.device), self.pos[:, None, :, None]
+        masks = {0: seen <= at}
+        return self.pos, masks | ({window: masks[0] & (at - seen <= window)} if window else {})
 
     def append(self, layer, k, v):
         """Store k, v: (B, Hkv, T, D) at the open positions; -> all keys and values so far, (B, Hkv, S, D)."""

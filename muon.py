@@ -6,7 +6,8 @@ every direction of the matrix learns at the same speed. Adam does the same for e
 and scalars are not maps between hidden states, so they get AdamW.
 
 Over W ranks, each rank owns a part of every parameter's state (as ZeRO-2 does): whole matrices for Muon, a slice of the
-flat tensor for AdamW. A step is: sum the gradients of the part I own, update it, gather everybody's parts.
+flat tensor for AdamW. A step is: sum the gradients of the part I own, update it, gather everybody's parts. While one part is
+on its way, the next is made ready.
 
     opt = Muon(groups, dev)                  # groups: dicts with kind="muon" or "adamw", names, params, lr, ...
     (loss * opt.loss_scale).backward()       # 1 but in fp16
@@ -22,21 +23,24 @@ from common import Watchdog, auto, fail, warn
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the new names and the old ones
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-DEFAULTS = {"muon": dict(momentum=0.95, weight_decay=0.0, ns_steps=5),
+DEFAULTS = {"muon": dict(momentum=0.95, weight_decay=0.0, polar_express=True, normuon=False),
             "adamw": dict(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)}
+# Each step maps all singular values s to a s + b s^3 + c s^5.
+NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5  # Jordan et al. 2024
+POLAR_EXPRESS = [(8.156554524902461, -22.48329292557795, 15.878769915207462),  # Amsel et al. 2025: the best polynomial for where
+                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),  # the values can be by then
+                 (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                 (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                 (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
 
 
-def orthogonalize(g, steps=5, dtype=torch.float32):
-    """The orthogonal polar factor of each matrix of a stack, roughly: singular values end between 0.7 and 1.2.
-
-    g: (K, m, n). Newton-Schulz iteration with the quintic coefficients of Jordan et al. 2024: it needs matmuls only.
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
+def orthogonalize(g, coefficients=POLAR_EXPRESS, dtype=torch.float32):
+    """The orthogonal polar factor of each matrix of a stack, roughly (singular values near 1), by matmuls only. g: (K, m, n)"""
     x = g.to(dtype)
     if tall := x.size(-2) > x.size(-1):
         x = x.mT  # work on the smaller Gram matrix
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)  # singular values at most 1, where the iteration converges
-    for _ in range(steps):
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-7)  # singular values below 1, where the iteration converges
+    for a, b, c in coefficients:
         gram = x @ x.mT  # (K, m, m)
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).to(g.dtype)
@@ -78,7 +82,7 @@ class Muon:
         self.dev, self.rank, self.world = dev, dev.rank, dev.world_size
         self.ns_dtype = iteration_dtype(dev)
         self.loss_scale, self.good_steps = (2.0**16 if dev.dtype == torch.float16 else 1.0), 0
-        self.param_groups, seen = [], set()
+        self.param_groups, self.norms, seen = [], {}, set()
         for group in groups:
             group = {**DEFAULTS[group["kind"]], **group, "initial_lr": group["lr"]}
             self.param_groups.append(group)
@@ -86,17 +90,18 @@ class Muon:
                 assert p not in seen, f"{name} is in two groups"
                 assert group["kind"] == "adamw" or p.ndim == 2, f"Muon takes matrices, {name} has shape {tuple(p.shape)}"
                 seen.add(p)
-        self.units = [unit for group in self.param_groups for unit in self._make_units(group)]
+        self.units = [unit for i, group in enumerate(self.param_groups) for unit in self._make_units(i, group)]
 
-    def _make_units(self, group):
+    def _make_units(self, index, group):
         """A unit is what one collective moves: all matrices of one shape (Muon), or one tensor (AdamW)."""
         named = list(zip(group["names"], group["params"]))
         if group["kind"] == "adamw":
-            return [dict(group=group, named=[(name, p)], count=p.numel(), shape=(), step=0) for name, p in named]
+            return [dict(group=group, index=index, named=[(name, p)], count=p.numel(), shape=(), step=0) for name, p in named]
         by_shape = {}
         for name, p in named:
             by_shape.setdefault(tuple(p.shape), []).append((name, p))
-        return [dict(group=group, named=pairs, count=len(pairs), shape=shape, step=0) for shape, pairs in by_shape.items()]
+        return [dict(group=group, index=index, named=pairs, count=len(pairs), shape=shape, step=0)
+                for shape, pairs in by_shape.items()]
 
     # A unit is laid out as (count, *shape): K matrices, or N numbers. Each rank owns `share` consecutive items of it;
     # the last ranks own padding when the count does not divide.
@@ -114,57 +119,79 @@ class Muon:
         return whole[self.rank * share : (self.rank + 1) * share]
 
     def _reduce(self, unit, whole):
-        """Sum over ranks of the part this rank owns."""
+        """Begin to sum over ranks the part that this rank owns. -> (the part, what to wait for)"""
         if self.world == 1:
-            return whole
+            return whole, None
         if dist.get_backend() == "gloo":  # has no reduce_scatter in older versions
-            return self._own(unit, self.dev.sum(whole))
+            return self._own(unit, whole), dist.all_reduce(whole, async_op=True)
         own = torch.empty_like(self._own(unit, whole))
-        with Watchdog.waiting():
-            reduce_scatter(own, whole.contiguous())
-        return own
+        return own, reduce_scatter(own, whole.contiguous(), async_op=True)
 
     def _gather(self, unit, own):
-        """Everybody's parts, padding cut: (count, *shape)."""
+        """Begin to gather everybody's parts. -> ((count, *shape), what to wait for)"""
         if self.world == 1:
-            return own
-        whole = own.new_empty(self._share(unit) * self.world, *unit["shape"])
-        with Watchdog.waiting():
-            all_gather(whole, own.contiguous())
-        return whole[: unit["count"]]
+            return own, None
+        whole = own.new_empty(self._share(unit) * self.world, *own.shape[1:])
+        return whole[: unit["count"]], all_gather(whole, own.contiguous(), async_op=True)
+
+    def _wait(self, work):
+        if work is not None:
+            before = self.dev.part("communication")
+            with Watchdog.waiting():
+                work.wait()
+            self.dev.part(before)
 
     @torch.no_grad()
     def step(self, loss):
         """One update of all parameters; uses the gradients up. loss: this rank's part of it, a tensor.
 
         -> (the gradient's norm over all parameters and ranks, before any change; the loss of all ranks). Where either is not
-        finite or fp16 overflowed, the norm is nan or inf and no rank changes anything."""
+        finite or fp16 overflowed, the norm is nan or inf and no rank changes anything. `norms` then holds the norm of each group's
+        gradient, and of the update that the step before made."""
         overflow = self.dev.overflowed()
         idle = all(p.grad is None for g in self.param_groups for p in g["params"])  # a rank that had no rows
-        grads = []
+        begun = []
         for unit in self.units:
             for name, p in unit["named"]:
                 assert idle or p.grad is not None, f"{name} got no gradient"
             whole = self._pack(unit, [torch.zeros_like(p) if idle else p.grad for _, p in unit["named"]])
             for _, p in unit["named"]:
                 p.grad = None  # one copy of the gradients is enough
-            grads.append(self._reduce(unit, whole))
-        squares = torch.stack([g.float().square().sum() for g in grads]).sum() / self.loss_scale**2
-        with Watchdog.waiting():  # a device's ranks meet here and not where they launched the sums
-            squares, loss, overflow = self.dev.sum(torch.stack([squares, loss.float(), squares.new_tensor(overflow)])).tolist()
-        finite = math.isfinite(squares) and math.isfinite(loss) and not overflow  # every rank sees the same sums
-        scale = self.loss_scale
+            begun.append(self._reduce(unit, whole))
+        grads, squares = [], torch.zeros(2, len(self.param_groups), device=self.dev.device)
+        for unit, (grad, work) in zip(self.units, begun):
+            self._wait(work)
+            squares[0, unit["index"]] += grad.float().square().sum()
+            if "moved" in unit:
+                squares[1, unit["index"]] += unit.pop("moved")
+            grads.append(grad)
+        del begun
+        numbers = torch.cat([squares.flatten(), torch.stack([loss.float(), loss.new_tensor(overflow, dtype=torch.float32)])])
+        before = self.dev.part("communication")  # where a device's ranks meet, and the one time a step waits for its device
+        *squares, loss, overflow = self.dev.sum(numbers).tolist()
+        self.dev.part(before)
+        scale, n = self.loss_scale, len(self.param_groups)
+        total = sum(squares[:n]) / scale**2
+        finite = math.isfinite(total) and math.isfinite(loss) and not overflow  # every rank sees the same sums
         self._rescale(finite)
         if not finite:
-            return math.nan if math.isnan(squares + loss) else math.inf, loss
+            return math.nan if math.isnan(total + loss) else math.inf, loss
+        for i, group in enumerate(self.param_groups):
+            label = group.get("label", group["kind"])
+            self.norms |= {f"grad_{label}": math.sqrt(squares[i]) / scale, f"update_{label}": math.sqrt(squares[n + i])}
+        on_its_way = []
         for unit in self.units:
             grad = grads.pop(0).float()  # so that it is freed when it is used up
-            weight = self._pack(unit, [p.data for _, p in unit["named"]])
-            own = self._own(unit, weight)
+            own = self._own(unit, self._pack(unit, [p.data for _, p in unit["named"]]))
             unit["step"] += 1
-            {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]](unit, own, grad if scale == 1 else grad / scale)
-            self._scatter(unit, self._gather(unit, own))
-        return math.sqrt(squares), loss
+            update = {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]]
+            unit["moved"] = update(unit, own, grad if scale == 1 else grad / scale)
+            on_its_way.append((unit, *self._gather(unit, own)))
+            if len(on_its_way) > 1:
+                self._arrive(*on_its_way.pop(0))
+        for arrival in on_its_way:
+            self._arrive(*arrival)
+        return math.sqrt(total), loss
 
     def _rescale(self, finite):
         if self.dev.dtype != torch.float16:
@@ -175,34 +202,55 @@ class Muon:
         elif self.good_steps == 2000:
             self.loss_scale, self.good_steps = self.loss_scale * 2, 0
 
-    def _scatter(self, unit, whole):
-        """Write a unit's (count, *shape) back into its parameters."""
+    def _arrive(self, unit, whole, work):
+        """Write a unit's gathered (count, *shape) back into its parameters."""
+        self._wait(work)
         for i, (_, p) in enumerate(unit["named"]):
             new = whole[i] if unit["shape"] else whole.view_as(p)
             if new.data_ptr() != p.data_ptr():
                 p.copy_(new)
 
     def _muon(self, unit, w, g):
+        """-> the squared norm of the update, learning rate included"""
         group = unit["group"]
         if "momentum" not in unit:
             unit["momentum"] = torch.zeros_like(g)
         buf = unit["momentum"].lerp_(g, 1 - group["momentum"])
-        update = orthogonalize(g.lerp(buf, group["momentum"]), group["ns_steps"], self.ns_dtype)  # Nesterov
+        coefficients = POLAR_EXPRESS if group["polar_express"] else NEWTON_SCHULZ
+        update = orthogonalize(g.lerp(buf, group["momentum"]), coefficients, self.ns_dtype)  # Nesterov
         rows, cols = unit["shape"]
+        if group["normuon"]:
+            update = self._even_out(unit, update, -1 if rows >= cols else -2)
         lr = group["lr"] * max(1, rows / cols) ** 0.5
         if group["weight_decay"]:  # cautious: decay only where the update already points to zero
             w.sub_(w * (update * w > 0), alpha=group["lr"] * group["weight_decay"])
         w.sub_(update, alpha=lr)
+        return update.square().sum() * lr**2
+
+    def _even_out(self, unit, update, dim):
+        """NorMuon (Li et al. 2025): rows of the update that are larger than others for long are made as small, and the whole is
+        brought back to its norm."""
+        mean = update.square().mean(dim, keepdim=True)
+        if "second" not in unit:
+            unit["second"] = torch.zeros_like(mean)
+        second = unit["second"].lerp_(mean, 0.05) / (1 - 0.95 ** unit["step"])
+        even = update * (second + 1e-10).rsqrt()
+        norms = [u.square().sum((-2, -1), keepdim=True).sqrt() for u in (update, even)]
+        return even * (norms[0] / (norms[1] + 1e-10))
 
     def _adamw(self, unit, w, g):
+        """-> the squared norm of the update, learning rate included"""
         group, (b1, b2) = unit["group"], unit["group"]["betas"]
         if "exp_avg" not in unit:
             unit["exp_avg"], unit["exp_avg_sq"] = torch.zeros_like(g), torch.zeros_like(g)
-        unit["exp_avg"].lerp_(g, 1 - b1)
-        unit["exp_avg_sq"].lerp_(g.square(), 1 - b2)
-        denom = (unit["exp_avg_sq"] / (1 - b2 ** unit["step"])).sqrt_().add_(group["eps"])
-        w.mul_(1 - group["lr"] * group["weight_decay"])
-        w.addcdiv_(unit["exp_avg"], denom, value=-group["lr"] / (1 - b1 ** unit["step"]))
+        mean, square = unit["exp_avg"].lerp_(g, 1 - b1), unit["exp_avg_sq"].mul_(b2).addcmul_(g, g, value=1 - b2)
+        update = (square / (1 - b2 ** unit["step"])).sqrt_().add_(group["eps"])
+        torch.div(mean, update, out=update)
+        lr = group["lr"] / (1 - b1 ** unit["step"])
+        if group["weight_decay"]:
+            w.mul_(1 - group["lr"] * group["weight_decay"])
+        w.sub_(update, alpha=lr)
+        return update.square().sum() * lr**2
 
     def zero_grad(self):
         self.dev.overflowed()  # forget what overflowed before, in an evaluation say
@@ -212,13 +260,14 @@ class Muon:
 
     # --- state, whole: any world size can load what any other has saved ---
     def state_dict(self):
-        """{parameter name: {"step", "momentum" | "exp_avg", "exp_avg_sq"}, "": the loss scale} on the CPU. All ranks call it
-        together; rank 0 gets it."""
+        """{parameter name: {"step", "momentum" (and NorMuon's "second") | "exp_avg", "exp_avg_sq"}, "": the loss scale} on the CPU.
+        All ranks call it together; rank 0 gets it."""
         out = {"": {"loss_scale": self.loss_scale, "good_steps": self.good_steps}} if self.dev.dtype == torch.float16 else {}
         for unit in self.units:
-            for key in ("momentum", "exp_avg", "exp_avg_sq"):
+            for key in ("momentum", "second", "exp_avg", "exp_avg_sq"):
                 if key in unit:
-                    whole = self._gather(unit, unit[key])
+                    whole, work = self._gather(unit, unit[key])
+                    self._wait(work)
                     if not self.dev.is_main:
                         continue
                     whole = whole.cpu()

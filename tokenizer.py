@@ -30,6 +30,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import re
 import secrets
 import shutil
@@ -145,6 +146,11 @@ def find_shards(data_dir, out_dir):
     fail(f"--data_dir={data_dir} is not a folder, and not the name of a hub dataset (org/name)")
 
 
+def script_of(text, sample=2000):
+    """A document that nobody has named a source of is counted by its script."""
+    return "Han script" if sum("\u4e00" <= c <= "\u9fff" for c in text[:sample]) > 0.2 * len(text[:sample]) else "other scripts"
+
+
 def read_shard(shard, out_dir):
     """Yield (text, source) for each document of a shard, fetching it first if it is on the hub."""
     if shard is None:
@@ -163,7 +169,7 @@ def read_shard(shard, out_dir):
                     if not isinstance(row["text"] or "", str):
                         fail(f"the column `text` of {path} does not hold text")
                     if row["text"] and not row["text"].isspace():
-                        yield row["text"], str(row.get("source") or path.stem)
+                        yield row["text"], str(row.get("source") or script_of(row["text"]))
         except (ValueError, OSError) as e:  # pyarrow's errors are of these kinds
             fail(f"{path} is not a sound parquet file ({e})")
     elif path.suffix == ".jsonl":
@@ -191,6 +197,10 @@ def read_shard(shard, out_dir):
                     document, size = [], 0
         if text := "".join(document).rstrip("\n"):
             yield text, path.stem
+
+
+def same_shard(a, b):
+    return a == b or (isinstance(a, Path) and isinstance(b, Path) and a.resolve() == b.resolve())
 
 
 def shard_name(shard):
@@ -961,24 +971,53 @@ class RowLoader:
         self.tok, self.dev, self.split, self.seed = tok, dev, split, seed
         self.state = dict(state or {"epoch": 0, "block": 0, "row": 0})
 
-    def rows(self):
-        """Yield (row, block's sequences) for ever, from self.state on, without materialising anything."""
+    def rows(self, at):
+        """Yield (row, block's sequences) for ever, from the place `at` on, which moves along; nothing is materialised."""
         empty = 0  # blocks in a row
         while True:
-            sequences = self.blocks(self.state["block"], self.state["epoch"])
+            sequences = self.blocks(at["block"], at["epoch"])
             packed = pack_rows(lengths_of(sequences), self.T + 1, self.split)
             empty = 0 if packed else empty + 1
             assert empty <= self.n_blocks, "a whole epoch held no sequence"
-            order = np.random.default_rng([self.seed, self.state["epoch"], self.state["block"]]).permutation(len(packed))
-            while self.state["row"] < len(packed):
-                self.state["row"] += 1
-                yield packed[order[self.state["row"] - 1]], sequences
-            self.state["row"], self.state["block"] = 0, self.state["block"] + 1
-            if self.state["block"] == self.n_blocks:
-                self.state["block"], self.state["epoch"] = 0, self.state["epoch"] + 1
+            order = np.random.default_rng([self.seed, at["epoch"], at["block"]]).permutation(len(packed))
+            while at["row"] < len(packed):
+                at["row"] += 1
+                yield packed[order[at["row"] - 1]], sequences
+            at["row"], at["block"] = 0, at["block"] + 1
+            if at["block"] == self.n_blocks:
+                at["block"], at["epoch"] = 0, at["epoch"] + 1
 
     def __iter__(self):
-        stream, capacity = self.rows(), self.T + 1
+        """Steps are made on a thread of their own, two ahead; self.state is the place after those that were taken."""
+        ready, stop = queue.Queue(2), threading.Event()
+
+        def offer(item):
+            while not stop.is_set():
+                with contextlib.suppress(queue.Full):
+                    return ready.put(item, timeout=0.5)
+
+        def work():
+            at = dict(self.state)
+            try:
+                for step in self.steps(at):
+                    offer((step, dict(at)))
+                    if stop.is_set():
+                        return
+            except BaseException as e:
+                offer((e, None))
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            while True:
+                step, self.state = ready.get()
+                if self.state is None:
+                    raise step
+                yield step
+        finally:
+            stop.set()
+
+    def steps(self, at):
+        stream, capacity = self.rows(at), self.T + 1
         while True:
             mine = [(np.empty((0, capacity), np.int64), np.empty((0, capacity), bool))]  # fewer rows than ranks: some have none
             for i in range(self.step_rows):
@@ -987,7 +1026,7 @@ class RowLoader:
                     ids, mask = fill_row(row, sequences, capacity, self.tok.bos)
                     mine.append((ids[None], mask[None]))
             ids, mask = (torch.from_numpy(np.concatenate(part)) for part in zip(*mine))  # (R, T + 1)
-            yield ids[:, :-1], torch.where(mask[:, 1:], ids[:, 1:], -1)
+            yield self.dev.pinned(ids[:, :-1]), self.dev.pinned(torch.where(mask[:, 1:], ids[:, 1:], -1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1009,7 +1048,7 @@ class Sequences:
         return len(self.chosen)
 
     def __getitem__(self, i):
-        if isinstance(i, slice):
+        if isinstance(i, (slice, np.ndarray)):
             part = object.__new__(Sequences)
             part.__dict__.update({**self.__dict__, "chosen": self.chosen[i]})
             return part
@@ -1021,9 +1060,9 @@ class Sequences:
         return (self.starts[self.chosen + 1] - self.starts[self.chosen]).tolist()
 
 
-def write_sequences(folder, dtype, batches, scored=False):
+def write_sequences(folder, dtype, batches, scored=False, names=()):
     """Build a cache folder, batch by batch, unless it is there and sound. batches: an iterable of lists of (ids, mask, note);
-    mask says which tokens are scored, note is a number kept beside the sequence."""
+    mask says which tokens are scored, note is a number kept beside the sequence. names: kept too, as they are at the end."""
     if sound_cache(folder, dtype, scored):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -1043,6 +1082,7 @@ def write_sequences(folder, dtype, batches, scored=False):
                 notes.append(note)
         np.save(building / "starts.npy", np.array(starts))
         np.save(building / "notes.npy", np.array(notes, dtype=np.int64))
+        (building / "names.json").write_text(json.dumps(list(names)), encoding="utf-8")
         with contextlib.suppress(OSError):  # somebody else was first
             if folder.exists() and not sound_cache(folder, dtype, scored):
                 warn(f"{folder} is damaged and made anew")
@@ -1058,7 +1098,7 @@ def sound_cache(folder, dtype, scored):
     try:
         starts, notes = np.load(folder / "starts.npy"), np.load(folder / "notes.npy")
         ids, mask = ((folder / name).stat().st_size for name in ("ids.bin", "mask.bin"))
-        size = int(starts[-1])
+        size, _ = int(starts[-1]), json.loads((folder / "names.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, EOFError, IndexError, TypeError, zipfile.BadZipFile):
         return False
     return len(notes) == len(starts) - 1 and ids == size * np.dtype(dtype).itemsize and mask == (size if scored else 0)
@@ -1071,26 +1111,46 @@ def cache_folder(out_dir, tok, *key):
 
 
 def text_cache(shard, tok, out_dir):
-    """Tokenise one shard, or find it done. -> (training documents, validation documents); each begins with <|bos|>."""
-    share = VAL_SHARE if shard else VAL_SHARE_EMBEDDED
-    folder, dtype = cache_folder(out_dir, tok, "text", shard_key(shard), share)
+    """Tokenise one shard, or find it done. -> (documents, whether each is held out for validation, the source of each). A document
+    begins with <|bos|>."""
+    share, names = VAL_SHARE if shard else VAL_SHARE_EMBEDDED, {}
+    folder, dtype = cache_folder(out_dir, tok, "text", shard_key(shard), share, "sources")
 
     def batches():
-        texts = (text for text, _ in progress(read_shard(shard, out_dir), desc=f"tokenising {shard_name(shard)}", unit="doc"))
-        while batch := list(itertools.islice(texts, 1024)):
-            yield [([tok.bos, *ids], None, is_val(text, share)) for text, ids in zip(batch, tok.encode_batch(batch))]
+        documents = iter(progress(read_shard(shard, out_dir), desc=f"tokenising {shard_name(shard)}", unit="doc"))
+        while batch := list(itertools.islice(documents, 1024)):
+            yield [([tok.bos, *ids], None, is_val(text, share) + 2 * names.setdefault(source, len(names)))
+                   for (text, source), ids in zip(batch, tok.encode_batch([text for text, _ in batch]))]
 
-    write_sequences(folder, dtype, batches())
-    held_out = np.load(folder / "notes.npy")
-    return [Sequences(folder, dtype, chosen=np.flatnonzero(held_out == split)) for split in (0, 1)]
+    write_sequences(folder, dtype, batches(), names=names)
+    notes, names = np.load(folder / "notes.npy"), json.loads((folder / "names.json").read_text(encoding="utf-8"))
+    return Sequences(folder, dtype), notes % 2 == 1, [names[i] for i in notes // 2]
 
 
-def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
-    """Token caches of as many shards as hold `want_tokens` training tokens. -> (shards of training documents, list of validation
-    documents)"""
-    train, val, tokens, used, t0 = [], [], 0, 0, time.time()
+class Documents(list):
+    """Documents (token ids), and in `sources` where each is from."""
+
+    def __init__(self, documents=(), sources=()):
+        super().__init__(documents)
+        self.sources = list(sources)
+
+    def take(self, cached, chosen, sources):
+        self += [cached.ids[cached.starts[i] : cached.starts[i + 1]] for i in chosen]
+        self.sources += [sources[i] for i in chosen]
+
+
+def load_corpus(data_dir, out_dir, tok, dev, want_tokens, val_dir=""):
+    """Token caches of as many shards as hold `want_tokens` training tokens. -> (shards of training documents, Documents for
+    validation). These are what is held out of data_dir, or all of val_dir, of which nothing is trained on."""
+    train, val, tokens, used, t0 = [], Documents(), 0, 0, time.time()
     with dev.first_per_node():
         shards = find_shards(data_dir, out_dir)
+        if val_dir:
+            val_shards = find_shards(val_dir, out_dir)
+            shards = [s for s in shards if not any(same_shard(s, v) for v in val_shards)]
+            for shard in val_shards:
+                documents, _, sources = text_cache(shard, tok, out_dir)
+                val.take(documents, range(len(documents)), sources)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     while used < len(shards) and not (tokens >= want_tokens and val):
         if used % ranks_here == 0:  # the ranks of a node build one shard each; what fails on others, rank 0 meets and names below
@@ -1099,10 +1159,12 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
                     text_cache(shard, tok, out_dir)
             dev.barrier()
         with dev.first_per_node():
-            documents, held_out = text_cache(shards[used], tok, out_dir)
+            cached, held_out, sources = text_cache(shards[used], tok, out_dir)
         used += 1
+        documents = cached[np.flatnonzero(~held_out)] if not val_dir else cached
         train += [documents] if len(documents) else []
-        val += [held_out[i] for i in range(len(held_out))]  # the same first ones for every stage, however much it trains on
+        if not val_dir:
+            val.take(cached, np.flatnonzero(held_out), sources)  # the same first ones for every stage, however much it trains on
         tokens += sum(documents.lengths())
     if not val and train and len(train) + len(train[0]) > 2:
         if len(train[0]) > 1:
@@ -1110,7 +1172,7 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens):
             held_out, train[0] = train[0][-n:], train[0][:-n]
         else:
             held_out = train.pop()
-        val = [held_out[i] for i in range(len(held_out))]
+        val = Documents([held_out[i] for i in range(len(held_out))], ["text"] * len(held_out))
         auto(f"so few documents that none fell to validation: {len(val)} of {len(val) + sum(map(len, train))} serve")
     if not train or not val:
         fail(f"the text of --data_dir={data_dir!r} is too little to train on: give at least two documents "

@@ -8,11 +8,13 @@ Pretraining: predict the next token of raw text. Depth sets everything else.
 Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for the embedded text).
 Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
 """
-from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_resume, human,
-                    load_weights, planned_device, print0, save_checkpoint, setup, split_batch)
+from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_resume, human,
+                    load_weights, matmul_flops, planned_device, print0, save_checkpoint, setup, split_batch)
 
+import dataclasses
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,7 +22,7 @@ from pathlib import Path
 import torch
 
 from eval import evaluate_bpb, write_report
-from gpt import GPT, GPTConfig, complete, model_meta, print_plan, rows_that_fit
+from gpt import PRESETS, GPT, GPTConfig, complete, model_meta, print_plan, rows_that_fit
 from muon import Muon, choose_optimizer
 from tokenizer import RowLoader, describe_rows, find_tokenizer, load_corpus
 
@@ -31,9 +33,15 @@ model_dim = 0                # width; 0 = 64 * depth
 head_dim = 0                 # 0 = 64 up to width 512, else 128
 n_kv_head = 0                # key-value heads; 0 = as many as heads, fewer = grouped-query attention
 max_seq_len = 0              # tokens of context; 0 = 2048, on cpu and mps 512
-softcap = 15.0               # cap on the logits; 0 = off
-value_embeds = True          # token embeddings mixed into the values of every other layer
-layer_lambdas = True         # learned per-layer mix of the residual stream and the first hidden state
+preset = "nano"              # a set of ideas: nano (the best we know), classic (nanochat of October 2025), qwen3
+mlp = None                   # from here on None = as the preset has it. relu2, swiglu
+qk_norm = None               # queries and keys normalised
+rope_base = None             # of the rotary embedding
+softcap = None               # cap on the logits, at most 60; 0 = off
+value_embeds = None          # token embeddings mixed into the values of every other layer
+layer_lambdas = None         # learned per-layer mix of the residual stream and the first hidden state
+window = None                # tokens that three layers of four look back at most; 0 = all
+tied = None                  # the head is the embedding
 # horizon: the first of these that is not 0 counts
 num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
@@ -47,12 +55,15 @@ embed_lr = 0.3               # AdamW, token and value embeddings
 head_lr = 0.008              # AdamW, the head
 scalar_lr = 0.04             # AdamW, per-layer lambdas
 weight_decay = 0.1           # Muon matrices, cautious; falls to 0 linearly
+polar_express = True         # Muon's coefficients: Polar Express, or Newton-Schulz
+normuon = False              # Muon's update with its rows evened out
 lr_scale = 0.0               # multiplies all rates; 0 = sqrt(batch / 2**19), at least 1
 warmup_steps = 10            # steps of linear warm-up
 warmdown_ratio = 0.6         # share of the steps in which the rates fall
 final_lr = 0.05              # where they end, as a share
 # text, evaluation, files
 data_dir = ""                # folder with .parquet, .jsonl or .txt, or a hub dataset org/name; "" = the embedded text
+val_dir = ""                 # text for validation, likewise, which is then not trained on; "" = some documents of data_dir
 eval_every = 100             # steps between measurements of val bpb; 0 = only at the end
 eval_tokens = 32768          # tokens of validation text per measurement
 sample_every = 200           # steps between samples; 0 = never
@@ -72,7 +83,8 @@ plan = False                 # print what a run would take in memory and time, a
 plan_device = ""             # for which device, as 910B, A100 or cpu; "" = this machine's
 plan_ranks = 0               # on how many of them; 0 = one
 plan_vocab = 32768           # tokens of vocabulary
-bench = 0                    # time so many steps, write nothing, end with one line of JSON
+bench = 0                    # time so many steps and their parts, write nothing, end with one line of JSON
+profile = 0                  # trace so many steps, the fourth and later, into out_dir/base/<run>/trace
 config = configure(globals())
 
 # --- SETUP -----------------------------------------------------------------------------------------------------------
@@ -94,11 +106,17 @@ if depth < 1 or width % head or head % 2:
 heads = width // head
 if n_kv_head and heads % n_kv_head:
     fail(f"--n_kv_head={n_kv_head} does not divide the {heads} heads")
-with torch.device("meta" if plan else "cpu"):  # the host's random numbers: the same start on every kind of device
-    model = GPT(GPTConfig(vocab_size=plan_vocab if plan else tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth,
-                          n_embd=width, n_head=heads, n_kv_head=n_kv_head or heads, softcap=softcap, value_embeds=value_embeds,
-                          layer_lambdas=layer_lambdas))
-model = model.to(dev.device)
+if preset not in PRESETS:
+    fail(f"--preset={preset} is not one of {', '.join(PRESETS)}")
+fields = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
+ideas = PRESETS[preset] | {k: fields[k](v) for k, v in config.items() if k in fields and v is not None}
+ideas |= dict(vocab_size=plan_vocab if plan else tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
+              n_head=heads, n_kv_head=n_kv_head or heads)
+if ideas.get("mlp", "relu2") not in ("relu2", "swiglu"):
+    fail(f"--mlp={mlp} is not one of relu2, swiglu")
+if ideas.get("softcap", 0) > 60:
+    fail(f"--softcap={softcap} is more than 60, where it does nothing; 0 turns it off")
+model = GPT.build(GPTConfig(**ideas), dev.device)
 model.activation_checkpointing = activation_checkpointing
 params, matmul_params = model.num_params()
 flops_per_token = model.flops_per_token(max_seq_len)
@@ -112,7 +130,7 @@ if not total_batch_size:  # the best batch grows slowly with the number of token
     total_batch_size = dev.first_choice[1] or max(2**14, best)
 device_batch_size, step_rows, total_batch_size = split_batch(total_batch_size, max_seq_len, device_batch_size, dev,
                                                             rows_that_fit(model, dev))
-num_steps = bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
+num_steps = 2 * bench + 3 if bench else num_iterations or max(1, round(target_tokens / total_batch_size))
 lr_scale = lr_scale or max(1.0, math.sqrt(total_batch_size / 2**19))
 tokens = num_steps * total_batch_size
 auto(f"{num_steps} steps, {human(tokens)} tokens, {tokens / matmul_params:.1f} per parameter in matmuls")
@@ -122,7 +140,7 @@ if plan:
     sys.exit()
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
-train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens)
+train_docs, val_docs = load_corpus(data_dir, out_dir, tok, dev, tokens, val_dir)
 _, filled, _, cropped = describe_rows(train_docs[0], max_seq_len + 1, split=True)
 auto(f"rows of {max_seq_len} tokens: {filled:.2%} filled, {cropped:.2%} of the tokens cropped (in the first shard)")
 loader = RowLoader(lambda block, epoch: train_docs[block], len(train_docs), max_seq_len, step_rows, tok, dev,
@@ -133,7 +151,8 @@ batches = iter(loader)
 adam_scale = lr_scale * (width / 768) ** -0.5
 rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale,
          "scalar_lr": scalar_lr * lr_scale}
-opt = Muon(model.param_groups(**rates, weight_decay=weight_decay, matrices=choose_optimizer(optimizer, dev)), dev)
+opt = Muon(model.param_groups(**rates, weight_decay=weight_decay, matrices=choose_optimizer(optimizer, dev),
+                              polar_express=polar_express, normuon=normuon), dev)
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items())
      + f" (scale {lr_scale:.3g}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
 step, metrics = begin(started, run_dir, num_steps, "val_bpb")
@@ -164,8 +183,11 @@ def forward_backward(rows, scored, size):
     loss_sum = torch.zeros((), device=dev.device)
     for inputs, targets in zip(*(part.split(size) for part in rows)):
         if len(inputs):  # a rank may have no row in a step
+            dev.part("forward")
+            inputs, targets = (t.to(dev.device, non_blocking=True) for t in (inputs, targets))
             with dev.autocast():
-                loss = train_model(inputs.to(dev.device), targets.to(dev.device)) / max(1, scored)  # nats: all parts just add up
+                loss = model(inputs, targets) / max(1, scored)  # nats: all parts just add up
+            dev.part("backward")
             (loss * opt.loss_scale).backward()
             loss_sum += loss.detach()
     return loss_sum
@@ -173,9 +195,10 @@ def forward_backward(rows, scored, size):
 
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "base", num_steps, metrics["seconds"], step) if not bench else None
-train_model = compiled(model, compile, dev)
+choose_compile(model, compile, dev)
 steps = Steps(device_batch_size, model, dev, timeout_min)
-peak, times = dev.peak_flops(), []
+profiler = dev.profiler(run_dir / "trace") if profile else None
+peak, times, peaks = dev.peak_flops(), [], []
 while True:
     last = step == num_steps
     due = last or steps.stopping or (save_every and step % save_every == 0)
@@ -183,20 +206,28 @@ while True:
         metrics["seconds"], saved = log.seconds, step
         save_checkpoint(run_dir, step, model, opt, {
             "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
-            "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
-            "hardware": dev.hardware}, dev, must=last or steps.stopping)
+            "val_text": val_dir, "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state,
+            "metrics": metrics, "flops": flops_per_token * metrics["tokens"], "hardware": dev.hardware}, dev,
+            must=last or steps.stopping)
     if steps.stopping and not last:
         steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
-        metrics["val_bpb"] = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, steps.rows, eval_tokens)
-        log.measure(step, val_bpb=metrics["val_bpb"])
-        log.line(step, [f"val bpb {metrics['val_bpb']:.4f}"])
+        metrics["val_bpb"], by_source = evaluate_bpb(model, val_docs, tok, dev, max_seq_len, steps.rows, eval_tokens)
+        log.measure(step, val_bpb=metrics["val_bpb"], val_bpb_by_source=by_source or None)
+        log.line(step, [f"val bpb {metrics['val_bpb']:.4f}", *(f"{name} {bpb:.3f}" for name, bpb in list(by_source.items())[:4])])
     if not bench and sample_every and (last or step % sample_every == 0) and step:
         sample()
     if last:
         break
+    if bench and step >= 3:
+        peaks.append(matmul_flops(dev.device, dev.dtype, seconds=0.2))
+        if step == 3 + bench:
+            dev.parts = {}
+    if profiler and step == 3:
+        profiler.start()
 
     t0 = time.time()
+    dev.part("data")
     multiplier = lr_multiplier(step)
     for group in opt.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
@@ -206,19 +237,24 @@ while True:
     rows = next(batches)  # this rank's share of the step: inputs and targets, (R, T) each
     scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
     loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
-    grad_norm, train_loss = opt.step(loss_sum)
-    dev.synchronize()
+    dev.part("optimizer")
+    grad_norm, train_loss = opt.step(loss_sum)  # waits for the device; what follows runs beside its last updates
+    dev.part("rest")
     dt = time.time() - t0
     step += 1
     steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
     metrics["tokens"] += total_batch_size
-    times = (times + [dt])[-50:]
-    typical = sorted(times)[len(times) // 2]
+    times = (times + [dt])[-max(50, 2 * bench) :]
+    typical = statistics.median(times[-50:])
     tok_per_s = total_batch_size / typical
     mfu = flops_per_token * tok_per_s / (peak * dev.world_size) if peak else None
+    if profiler and step == 3 + profile:
+        profiler.stop()
+        auto(f"trace of {profile} steps in {run_dir}/trace; chrome://tracing or ui.perfetto.dev shows it")
+        profiler = None
     if not bench:
-        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, tok_per_s=round(total_batch_size / dt), mfu=mfu,
-                  tokens=metrics["tokens"], skipped=metrics.get("skipped"))
+        log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, **{k: round(v, 5) for k, v in opt.norms.items()},
+                  tok_per_s=round(total_batch_size / dt), mfu=mfu, tokens=metrics["tokens"], skipped=metrics.get("skipped"))
     if log and (step % 10 == 0 or step <= 3):
         log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}",
                         f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?",
@@ -226,10 +262,14 @@ while True:
 
 # --- END -------------------------------------------------------------------------------------------------------------
 if bench:
-    typical = sorted(times[3:])[len(times[3:]) // 2]  # the first steps warm up
-    mfu = peak and round(flops_per_token * total_batch_size / typical / (peak * dev.world_size), 4)
-    print0(json.dumps({"tok_per_s": round(total_batch_size / typical), "ms_per_step": round(1000 * typical, 1), "mfu": mfu,
-                       "peak_gb": round(dev.peak_memory_gb(), 2), "hardware": dev.hardware}))
+    typical, measured = statistics.median(times[3 : 3 + bench]), statistics.median(peaks)  # the first steps warm up
+    speed = flops_per_token * total_batch_size / typical / dev.world_size  # FLOP/s of one device
+    sheet = peak and dev.type != "cpu"
+    print0(json.dumps({
+        "tok_per_s": round(total_batch_size / typical), "mfu": round(speed / measured, 4),
+        "mfu_of_data_sheet": round(speed / peak, 4) if sheet else None, "matmul_peak_tflops": round(measured / 1e12, 4),
+        "peak_gb": round(dev.peak_memory_gb(), 2), "step_ms": round(1000 * typical, 1),
+        "ms": {k: round(1000 * v / bench, 1) for k, v in dev.parts.items() if k not in ("", "rest")}, "hardware": dev.hardware}))
 elif dev.is_main:
     write_report(out_dir)
     print0(f"base model: val bpb {metrics['val_bpb']:.4f} after {human(metrics['tokens'])} tokens in {duration(log.seconds)}; "

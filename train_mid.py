@@ -8,7 +8,7 @@ Mid-training: the base model meets conversations, and learns their form and thei
 Reads the newest base checkpoint in out_dir, the tasks, and some of the base model's text.
 Writes out_dir/mid/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_sft.py goes on from there.
 """
-from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_checkpoint,
+from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_checkpoint,
                     find_resume, human, load_weights, print0, save_checkpoint, setup, split_batch)
 
 import json
@@ -75,7 +75,8 @@ mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_t
 if not text_share < 1:
     fail(f"--text_share={text_share} must be less than 1")
 text = parent["text"] if data_dir == "same" else data_dir
-text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1)  # the first shard will do
+val_text = parent.get("val_text", "") if data_dir == "same" else ""
+text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1, val_text)  # the first shard will do
 blocks, n_blocks, epoch = conversation_blocks(mixture, tok, out_dir, dev, T + 1, every_token=True, text=text_docs[0],
                                               text_share=text_share)  # epoch: tokens
 _, filled, supervised, _ = describe_rows(blocks(0, 0), T + 1, split=False)
@@ -113,8 +114,9 @@ def forward_backward(rows, scored, size):
     loss_sum = torch.zeros((), device=dev.device)
     for inputs, targets in zip(*(part.split(size) for part in rows)):
         if len(inputs):  # a rank may have no row in a step
+            inputs, targets = (t.to(dev.device, non_blocking=True) for t in (inputs, targets))
             with dev.autocast():
-                loss = train_model(inputs.to(dev.device), targets.to(dev.device)) / max(1, scored)  # nats: all parts just add up
+                loss = model(inputs, targets) / max(1, scored)  # nats: all parts just add up
             (loss * opt.loss_scale).backward()
             loss_sum += loss.detach()
     return loss_sum
@@ -122,7 +124,7 @@ def forward_backward(rows, scored, size):
 
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "mid", num_steps, metrics["seconds"], step) if not bench else None
-train_model = compiled(model, compile, dev)
+choose_compile(model, compile, dev)
 steps = Steps(device_batch_size, model, dev, timeout_min)
 times = []
 while True:
@@ -132,14 +134,14 @@ while True:
         metrics["seconds"], saved = log.seconds, step
         save_checkpoint(run_dir, step, model, opt, {
             "stage": "mid", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": text,
-            "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
-            "hardware": dev.hardware}, dev, must=last or steps.stopping)
+            "val_text": val_text, "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state,
+            "metrics": metrics, "hardware": dev.hardware}, dev, must=last or steps.stopping)
     if steps.stopping and not last:
         steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
-        val_bpb = evaluate_bpb(model, val_docs, tok, dev, T, steps.rows, eval_tokens)
-        log.measure(step, val_bpb=val_bpb, tasks={n: r["acc"] for n, r in scores.items()})
+        val_bpb, by_source = evaluate_bpb(model, val_docs, tok, dev, T, steps.rows, eval_tokens)
+        log.measure(step, val_bpb=val_bpb, val_bpb_by_source=by_source or None, tasks={n: r["acc"] for n, r in scores.items()})
         log.line(step, [f"val bpb {val_bpb:.4f}"] + [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
     if last:
         break
@@ -152,7 +154,6 @@ while True:
     scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
     loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
     grad_norm, train_loss = opt.step(loss_sum)
-    dev.synchronize()
     dt = time.time() - t0
     step += 1
     steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")

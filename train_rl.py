@@ -13,7 +13,7 @@ group; the loss is -advantage * log p of each sampled token, summed over the ste
 Reads the newest SFT checkpoint in out_dir and a task.
 Writes out_dir/rl/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; chat.py talks to it.
 """
-from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_checkpoint,
+from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_checkpoint,
                     find_resume, human, in_batches, load_weights, print0, save_checkpoint, setup)
 
 import json
@@ -158,8 +158,7 @@ def forward_backward(rows, sampled, size):
     for at in range(0, len(rows), size):
         inputs, targets, advantages = pad(rows[at : at + size])
         with dev.autocast():
-            nll = train_model(inputs, targets, reduction="none")  # (B, T) = -log p of each sampled token, 0 elsewhere
-        loss = (advantages * nll).sum() / sampled
+            loss = model(inputs, targets, advantages) / sampled  # sum of advantage * -log p over the sampled tokens
         (loss * opt.loss_scale).backward()
         loss_sum += loss.detach()
     return loss_sum
@@ -167,7 +166,7 @@ def forward_backward(rows, sampled, size):
 
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "rl", num_steps, metrics["seconds"], step) if not bench else None
-train_model = compiled(model, compile, dev)
+choose_compile(model, compile, dev)
 most = -(-prompts_per_step // dev.world_size) * num_samples  # tries of the rank that has most
 steps = Steps(min(device_batch_size or 64, most, rows_that_fit(model, dev)), model, dev, timeout_min)
 sample_s, train_s, tokens_done, times = 0.0, 0.0, 0, []
@@ -178,6 +177,7 @@ while True:
         metrics["seconds"], saved = log.seconds, step
         save_checkpoint(run_dir, step, model, opt, {
             "stage": "rl", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
+            "val_text": parent.get("val_text", ""),
             "parent": parent["seal"], "rates": rates, "batch": parent["batch"], "metrics": metrics,
             "hardware": dev.hardware}, dev, must=last or steps.stopping)
     if steps.stopping and not last:

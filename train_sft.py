@@ -8,7 +8,7 @@ Supervised fine-tuning: the model learns to answer. Only the assistant's tokens 
 Reads the newest mid checkpoint in out_dir and the tasks.
 Writes out_dir/sft/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_rl.py goes on from there.
 """
-from common import (Log, Steps, auto, begin, cleanup, command, compiled, configure, duration, fail, find_checkpoint,
+from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_checkpoint,
                     find_resume, human, load_weights, print0, save_checkpoint, setup, split_batch)
 
 import json
@@ -105,8 +105,9 @@ def forward_backward(rows, scored, size):
     loss_sum = torch.zeros((), device=dev.device)
     for inputs, targets in zip(*(part.split(size) for part in rows)):
         if len(inputs):  # a rank may have no row in a step
+            inputs, targets = (t.to(dev.device, non_blocking=True) for t in (inputs, targets))
             with dev.autocast():
-                loss = train_model(inputs.to(dev.device), targets.to(dev.device)) / max(1, scored)  # nats: all parts just add up
+                loss = model(inputs, targets) / max(1, scored)  # nats: all parts just add up
             (loss * opt.loss_scale).backward()
             loss_sum += loss.detach()
     return loss_sum
@@ -114,7 +115,7 @@ def forward_backward(rows, scored, size):
 
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "sft", num_steps, metrics["seconds"], step) if not bench else None
-train_model = compiled(model, compile, dev)
+choose_compile(model, compile, dev)
 steps = Steps(device_batch_size, model, dev, timeout_min)
 times = []
 while True:
@@ -124,6 +125,7 @@ while True:
         metrics["seconds"], saved = log.seconds, step
         save_checkpoint(run_dir, step, model, opt, {
             "stage": "sft", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": parent["text"],
+            "val_text": parent.get("val_text", ""),
             "parent": parent["seal"], "rates": rates, "batch": total_batch_size, "loader": loader.state, "metrics": metrics,
             "hardware": dev.hardware}, dev, must=last or steps.stopping)
     if steps.stopping and not last:
@@ -143,7 +145,6 @@ while True:
     scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
     loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
     grad_norm, train_loss = opt.step(loss_sum)
-    dev.synchronize()
     dt = time.time() - t0
     step += 1
     steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_frac={lr_frac / 2:.3g}")
