@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from common import human, print0, warn
+from common import fail, human, print0, warn
 
 
 @dataclass
@@ -441,6 +441,41 @@ def print_plan(model, dev, rows, total_batch_size, steps, mfu=0.4):
 def load_model(meta, weights, dev):
     """A GPT from a checkpoint's meta and its model.pt."""
     return GPT.build(GPTConfig(**meta["model"]), dev.device, weights)
+
+
+def to_transformers(model):
+    """-> (the class of transformers that computes the same, its config as a dict, its weights). --preset=classic: NanoChat, qwen3:
+    Qwen3. What neither has ends with a sentence."""
+    c, weights = model.config, {}
+    plain = c.qk_norm and not (c.value_embeds or c.layer_lambdas or c.window or c.tied)
+    kind = {("relu2", True): "NanoChat", ("swiglu", False): "Qwen3"}.get((c.mlp, c.softcap > 0))
+    if not (kind and plain):
+        fail("transformers has no model like this one: only those of --preset=classic and --preset=qwen3 can be exported to it")
+    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
+    names |= {"up": "mlp.fc1", "down": "mlp.fc2"} if kind == "NanoChat" else {
+        "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+    for i, block in enumerate(model.blocks):
+        for ours, theirs in names.items():
+            w = getattr(block, ours).weight.detach()
+            if kind == "NanoChat" and ours in "qk":  # it rotates the other way round: the halves of each head change places
+                w = w.view(-1, 2, c.head_dim // 2, c.n_embd).flip(1).reshape(w.shape)
+            weights[f"model.layers.{i}.{theirs}.weight"] = w.clone()
+        if kind == "Qwen3":  # its norms have weights
+            for name, size in (("input_layernorm", c.n_embd), ("post_attention_layernorm", c.n_embd),
+                               ("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)):
+                weights[f"model.layers.{i}.{name}.weight"] = torch.ones(size)
+    embed = model.embed.weight.detach()  # Qwen3 does not normalise what it looks up
+    weights["model.embed_tokens.weight"] = norm(embed) if kind == "Qwen3" else embed.clone()
+    weights["lm_head.weight"] = model.head_weight.detach().clone()
+    config = dict(vocab_size=c.vocab_size, hidden_size=c.n_embd, intermediate_size=c.ffn_dim, num_hidden_layers=c.n_layer,
+                  num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, max_position_embeddings=c.max_seq_len,
+                  rms_norm_eps=torch.finfo(torch.float32).eps, tie_word_embeddings=False, rope_theta=c.rope_base,
+                  rope_parameters={"rope_type": "default", "rope_theta": c.rope_base})
+    if kind == "Qwen3":
+        config["head_dim"], weights["model.norm.weight"] = c.head_dim, torch.ones(c.n_embd)
+    else:
+        config["final_logit_softcapping"] = c.softcap
+    return f"{kind}ForCausalLM", config, weights
 
 
 def model_meta(model):

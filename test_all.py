@@ -744,7 +744,8 @@ def test_the_token_cache_is_keyed_by_text_safe_and_mended(tok, tmp_path, capsys)
     threads = [threading.Thread(target=cached) for _ in range(4)]
     [t.start() for t in threads], [t.join() for t in threads]
     assert (folder / "ids.bin").stat().st_mtime_ns == stamp, "it was built again"
-    for name, data in (("ids.bin", b"12"), ("starts.npy", b"PK\3\4"), ("notes.npy", b""), ("mask.bin", b"1"), ("names.json", b"[")):  # copies broken off
+    broken = {"ids.bin": b"12", "starts.npy": b"PK\3\4", "notes.npy": b"", "mask.bin": b"1", "names.json": b"["}
+    for name, data in broken.items():  # copies broken off
         (folder / name).write_bytes(data)
         assert sorted(cached()) == sorted(texts) and "damaged" in capsys.readouterr().out
     path.rename(path := tmp_path / "a.jsonl")  # the same bytes, read in another way
@@ -818,6 +819,49 @@ def test_the_loss_in_tiles_is_the_loss(kw, monkeypatch):
     torch.testing.assert_close(weighted, plain.sum())
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, want[n], atol=1e-5 * want[n].abs().max().item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["classic", "qwen3"])
+@pytest.mark.parametrize("kw", [{}, dict(n_kv_head=2)])
+def test_presets_are_those_of_transformers(preset, kw):
+    """The same weights in another implementation give the same logits."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers: pip install transformers")
+    model = tiny(**gpt.PRESETS[preset], **kw).eval()
+    name, config, weights = gpt.to_transformers(model)
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    theirs = getattr(transformers, name)(getattr(transformers, name.replace("ForCausalLM", "Config"))(**config)).eval()
+    missing, unknown = theirs.load_state_dict(weights, strict=False)
+    assert not missing and not unknown, (missing, unknown)
+    idx = torch.randint(0, 300, (2, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(idx).logits.float(), model(idx), atol=1e-4, rtol=1e-4)
+    with pytest.raises(SystemExit):
+        gpt.to_transformers(tiny())
+
+
+def test_a_model_laid_out_on_the_meta_device_is_an_ordinary_one():
+    torch.manual_seed(7)
+    a = GPT(GPTConfig(vocab_size=300, max_seq_len=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32))
+    b = GPT.build(a.config, torch.device("cpu"), a.state_dict())
+    for p, q in zip([*a.parameters(), *a.buffers()], [*b.parameters(), *b.buffers()], strict=True):
+        assert torch.equal(p, q)
+    c = GPT.build(a.config, "cpu")
+    for (n, p), q in zip(a.named_parameters(), c.parameters()):
+        assert torch.isfinite(q).all() and abs(p.std() - q.std()) <= 0.1 * p.std() or p.numel() < 10, n
+
+
+def test_a_window_is_what_a_mask_says():
+    idx = torch.randint(0, 300, (2, 64))
+    far, near = tiny(n_layer=3, window=64), tiny(n_layer=3, window=8)
+    torch.testing.assert_close(far(idx), tiny(n_layer=3)(idx))  # a window over all there is
+    other = idx.clone()
+    other[:, 0] = (other[:, 0] + 1) % 300
+    last = tiny(n_layer=1, window=8)  # its last layer, which is its only one, looks all the way
+    assert not torch.equal(last(idx)[:, 20], last(other)[:, 20])
+    near.config.n_layer = 99  # now every layer of the three has the window
+    reach = (near(idx) - near(other)).abs().amax((0, 2)) > 0
+    assert reach[:25].any() and not reach[3 * 8 + 1 :].any()
 
 
 def test_a_fresh_model_guesses_uniformly_and_looks_only_back():

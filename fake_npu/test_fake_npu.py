@@ -175,6 +175,35 @@ def test_fused_attention_memory():
         F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(T, T, dtype=torch.bool, device=DEV), is_causal=True)
 
 
+@pytest.mark.parametrize("window", [0, 3, 40])
+def test_a_band_of_attention(window):
+    q, k, v = (torch.randn(2, n, 20, 16, requires_grad=True) for n in (4, 2, 2))
+    i = torch.arange(20)
+    band = (i <= i[:, None]) & (i[:, None] - i <= window)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=band, enable_gqa=True)
+    want.square().sum().backward()
+    theirs = [t.detach().to("npu").requires_grad_() for t in (q, k, v)]
+    upper = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
+    call = dict(scale=0.25, pre_tockens=window, next_tockens=0, sparse_mode=4)
+    got = torch_npu.npu_fusion_attention(*theirs, 4, "BNSD", atten_mask=upper, **call)[0]
+    got.square().sum().backward()
+    torch.testing.assert_close(got.cpu(), want)
+    for a, b in zip(theirs, (q, k, v)):
+        torch.testing.assert_close(a.grad.cpu(), b.grad)
+    everything = torch_npu.npu_fusion_attention(*theirs, 4, "BNSD", **call)[0]  # without a mask the mode counts for nothing
+    torch.testing.assert_close(everything.cpu(), F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    with pytest.raises(RuntimeError, match="2048"):
+        torch_npu.npu_fusion_attention(*theirs, 4, "BNSD", atten_mask=upper[:20, :20], **call)
+
+
+def test_pinned_memory():
+    x = torch.arange(10.0)
+    pinned = x.pin_memory()
+    assert pinned.is_pinned() and pinned[3:].is_pinned() and not x.is_pinned()
+    assert torch.equal(pinned.to("npu", non_blocking=True).cpu(), x)
+
+
+
 def test_save_and_load(tmp_path):
     m, _ = train(DEV, 1)
     buf = io.BytesIO()

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 
 namespace fake_npu {
@@ -270,6 +271,41 @@ at::Generator draw_cpu_generator(const at::Generator& g) {
 }
 
 // ---- hooks
+// Pinned memory is ordinary host memory that is remembered.
+struct PinnedAllocator final : c10::Allocator {
+  mutable std::mutex mutex;
+  mutable std::map<const char*, size_t> blocks;
+
+  static void release(void* context);
+  c10::DataPtr allocate(size_t n) override {
+    auto* data = static_cast<char*>(std::malloc(n ? n : 1));
+    TORCH_CHECK(data, "no memory to pin");
+    std::lock_guard<std::mutex> lock(mutex);
+    blocks[data] = n ? n : 1;
+    return {data, data, &release, at::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  bool has(const void* data) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto next = blocks.upper_bound(static_cast<const char*>(data));
+    return next != blocks.begin() && static_cast<const char*>(data) < (--next)->first + next->second;
+  }
+};
+
+PinnedAllocator& pinned() {
+  static auto* allocator = new PinnedAllocator();
+  return *allocator;
+}
+
+void PinnedAllocator::release(void* data) {
+  {
+    std::lock_guard<std::mutex> lock(pinned().mutex);
+    pinned().blocks.erase(static_cast<char*>(data));
+  }
+  std::free(data);
+}
+
 struct FakeHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
@@ -290,8 +326,8 @@ struct FakeHooks final : at::PrivateUse1HooksInterface {
     check_index(index);
     return at::make_generator<FakeGenerator>(index);
   }
-  // There is no pinned memory: asking whether a tensor is pinned must work, since plain copies ask.
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void* data) const override { return pinned().has(data); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned(); }
   at::Device getDeviceFromPtr(void*) const override { return {kNpu, static_cast<c10::DeviceIndex>(current_device())}; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override {
     auto* impl = storage.unsafeGetStorageImpl();
