@@ -1022,7 +1022,7 @@ def load_weights(meta, name):
 # Knobs that may differ when a run is taken up again: where and how it computes, not what.
 FREE_KNOBS = {"device_type", "dtype", "compile", "optimizer", "activation_checkpointing", "device_batch_size", "out_dir",
               "eval_every", "sample_every", "save_every", "resume", "run", "bench", "eval_tokens", "eval_problems", "timeout_min",
-              "debug_npu", "plan", "plan_device", "plan_ranks", "plan_vocab"}
+              "profile", "debug_npu", "plan", "plan_device", "plan_ranks", "plan_vocab"}
 
 
 @decided_by_main

@@ -8,13 +8,14 @@ from the hub. Training and evaluation, supervised learning and reward all use th
     python eval.py                              # every stage found in out/, then the report and the curves
     python eval.py --source=sft                 # one stage (or stage/tag, or a checkpoint folder)
     python eval.py --tasks=arithmetic,gsm8k     # some tasks
+    python eval.py --compare=1                  # what helps in pretraining: all base runs of out_dir, side by side
     python eval.py --max_problems=20 --eval_tokens=4096 --out_dir=/tmp/smoke          # smoke run
 
 Reads checkpoints; writes out/<stage>/<tag>/eval.json, out/report.md and out/curves.png. The last line is one JSON object.
 """
-from common import (STAGES, auto, cleanup, configure, decided_by_main, duration, fail, find_checkpoint, hub_fetch, hub_files,
-                    human, in_batches, load_weights, need, newest_checkpoint, print0, progress, read_log, run_folders, setup,
-                    warn, write_atomic)
+from common import (FREE_KNOBS, STAGES, auto, cleanup, configure, decided_by_main, duration, fail, find_checkpoint, hub_fetch,
+                    hub_files, human, in_batches, load_weights, need, newest_checkpoint, print0, progress, read_log,
+                    run_folders, setup, warn, write_atomic)
 
 import hashlib
 import json
@@ -22,6 +23,7 @@ import math
 import platform
 import random
 import re
+import statistics
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +47,7 @@ dtype = "auto"           # auto, bfloat16, float16, float32
 debug_npu = False        # Ascend: exact stack traces, and slow (must stand on the command line)
 out_dir = "out"          # where checkpoints and the report are
 resume = True            # false: evaluate again what has been evaluated
+compare = False          # instead: a table and a picture of all base runs, by the knobs in which they differ
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -529,7 +532,101 @@ def draw_curves(runs, path):
     plt.close(fig)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What helps in pretraining? Every finished base run of out_dir beside the others. Train them with different --run_name.
+# ---------------------------------------------------------------------------------------------------------------------
+def base_runs(home):
+    """-> {knobs in which runs differ, ((name, value), ...), without the seed: {seed: facts of the run}}"""
+    metas = [m for p in run_folders(home, "base") if (m := newest_checkpoint(p))]
+    free = (FREE_KNOBS | {"seed"}) - {"optimizer"}
+    names = sorted({k for m in metas for k in m["config"]} - free)
+    names = [k for k in names if len({repr(m["config"].get(k)) for m in metas}) > 1]
+    groups = {}
+    for m in metas:
+        log = read_log(Path(m["path"]).parent / "log.jsonl")
+        speeds = [row["tok_per_s"] for row in log if "tok_per_s" in row]
+        scores = [row["val_bpb"] for row in log if "val_bpb" in row and row["step"] == m["step"]]
+        if not scores or "flops" not in m:
+            continue  # not finished
+        run = {"bpb": scores[-1], "flops": m["flops"], "tok_per_s": statistics.median(speeds),
+               "name": Path(m["path"]).parent.name}
+        groups.setdefault(tuple((k, m["config"].get(k)) for k in names), {})[m["config"]["seed"]] = run
+    return groups
+
+
+HORIZON = {"num_iterations", "target_flops", "target_param_data_ratio"}
+
+
+def compare_base(home):
+    """The table: each change beside the run that the others differ from least. -> (Markdown, [(name, FLOPs, bpb)])
+
+    At equal time: what the change would give if its runs were as long, in seconds, as those of the baseline; by the slope of bpb
+    over log time, which runs of the baseline with other horizons tell."""
+    groups = base_runs(home)
+    if not groups:
+        fail(f"{home}/base holds no finished run: train some with train_base.py --run_name=NAME")
+    differ = lambda a, b: {k for (k, x), (_, y) in zip(a, b) if x != y}  # noqa: E731
+    base = min(groups, key=lambda g: sum(len(differ(g, other)) for other in groups))
+    mean = lambda group, key: statistics.fmean(run[key] for run in group.values())  # noqa: E731
+    horizons = [(math.log(mean(runs, "flops")), mean(runs, "bpb")) for g, runs in groups.items() if differ(g, base) <= HORIZON]
+    slope = np.polyfit(*zip(*horizons), 1)[0] if len(horizons) > 1 else None
+    lines = ["| change | seeds | val bpb | change at equal tokens | time per token | change at equal time |",
+             "|---|---:|---:|---:|---:|---:|"]
+    order = sorted(groups, key=lambda g: (g != base, mean(groups[g], "bpb")))
+    for g in order:
+        runs, knobs = groups[g], ", ".join(f"{k}={dict(g)[k]}" for k in sorted(differ(g, base))) or "(baseline)"
+        cells = [knobs, str(len(runs)), f"{mean(runs, 'bpb'):.4f}"]
+        both = sorted(runs.keys() & groups[base].keys())
+        if g != base and both and not differ(g, base) & HORIZON:
+            deltas = [runs[seed]["bpb"] - groups[base][seed]["bpb"] for seed in both]
+            delta, error = statistics.fmean(deltas), statistics.stdev(deltas) / len(deltas) ** 0.5 if len(deltas) > 1 else math.nan
+            slower = mean(groups[base], "tok_per_s") / mean(runs, "tok_per_s")
+            cells += [f"{delta:+.4f} ± {error:.4f}", f"{slower:.2f} x",
+                      f"{delta - slope * math.log(slower):+.4f}" if slope is not None else ""]
+        else:
+            cells += ["", "", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    points = [(", ".join(f"{k}={v}" for k, v in g if k in differ(g, base)) or "baseline", mean(groups[g], "flops"),
+               mean(groups[g], "bpb")) for g in order]
+    return "\n".join(lines), points
+
+
+def fit_power(points):
+    """The line through log bpb over log FLOPs. points: [(name, FLOPs, bpb)] -> function of FLOPs"""
+    b, a = np.polyfit([math.log(f) for _, f, _ in points], [math.log(y) for *_, y in points], 1)
+    return lambda flops: math.exp(a + b * math.log(flops))
+
+
+def compare_main():
+    table, points = compare_base(out_dir)
+    points.sort(key=lambda p: p[1])
+    print0(table)
+    summary = {"runs": len(points)}
+    if len({round(math.log(f), 2) for _, f, _ in points}) >= 4:  # a series: does what the small ones show hold for the largest?
+        *small, (name, flops, bpb) = points
+        predicted = fit_power(small)(flops)
+        summary |= {"largest": name, "val_bpb": round(bpb, 4), "predicted": round(predicted, 4),
+                    "error": round(predicted / bpb - 1, 4)}
+        print0(f"largest: {name}, val bpb {bpb:.4f}; by the others {predicted:.4f} was to be expected ({predicted / bpb - 1:+.1%})")
+        plt = need("matplotlib.pyplot", "the picture")
+        plt.switch_backend("Agg")
+        fig, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+        xs = np.geomspace(points[0][1], points[-1][1], 50)
+        ax.plot(xs, [fit_power(small)(x) for x in xs], color="grey", ls="--", label="fitted without the largest")
+        ax.scatter([f for _, f, _ in points], [y for *_, y in points], color="tab:blue", zorder=3)
+        for name, f, y in points:
+            ax.annotate(name, (f, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
+        ax.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
+        ax.grid(alpha=0.3)
+        ax.legend()
+        fig.savefig(Path(out_dir) / "compare.png", dpi=100)
+        print0(f"drawn in {out_dir}/compare.png")
+    print0(json.dumps(summary))
+
+
 def main():
+    if compare:
+        return compare_main()
     if max_problems < 1 or eval_tokens < 1:
         fail("--max_problems and --eval_tokens must be at least 1")
     dev = setup(device_type, dtype)

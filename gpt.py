@@ -41,6 +41,7 @@ class GPTConfig:
     layer_lambdas: bool = True  # each layer mixes the first hidden state back in, with learned weights
     window: int = 0             # three layers of four look back so many tokens only, every fourth and the last all the way; 0 = off
     tied: bool = False          # the head is the embedding
+    bigrams: int = 0            # rows of a table of embeddings for pairs of tokens, found by a hash, added to the token's; 0 = off
 
     @property
     def head_dim(self):
@@ -157,6 +158,7 @@ class GPT(nn.Module):
         V, C, L = config.vocab_size, config.n_embd, config.n_layer
         self.embed = nn.Embedding(V, C)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(L))
+        self.bigram_embed = nn.Embedding(config.bigrams, C) if config.bigrams else None
         self.head = nn.Linear(C, V, bias=False) if not config.tied else None
         with_ve = range((L - 1) % 2, L, 2) if config.value_embeds else ()  # every other layer, the last one included
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(V, config.n_kv_head * config.head_dim) for i in with_ve})
@@ -201,7 +203,7 @@ class GPT(nn.Module):
                 w.normal_(0, 0.8 if not self.config.tied else 0.02)
             elif kind == "head":
                 w.normal_(0, 0.001)
-            elif kind in ("o", "down"):
+            elif kind in ("o", "down", "bigram_embed"):
                 w.zero_()
             elif p.ndim == 2:
                 w.uniform_(-math.sqrt(3 / C), math.sqrt(3 / C))  # standard deviation 1 / sqrt(C)
@@ -232,7 +234,11 @@ class GPT(nn.Module):
             rope = (self.cos[pos][:, None], self.sin[pos][:, None])  # (B, 1, T, D/2)
         if config.window and config.window not in masks:
             masks[config.window] = window_mask(T, config.window, idx.device, training and self.compiled)
-        x = x0 = norm(self.embed(idx))  # (B, T, C)
+        x = self.embed(idx)  # (B, T, C)
+        if self.bigram_embed is not None:
+            before = F.pad(idx, (1, 0))[:, :-1] if cache is None else cache.before(idx)
+            x = x + self.bigram_embed((before * 36313 + idx * 27191) % config.bigrams)
+        x = x0 = norm(x)
         mix = torch.stack([self.resid_lambdas, self.x0_lambdas], 1).unbind() if config.layer_lambdas else [None] * config.n_layer
         run = self.run_block if training else Block.forward
         for i, block in enumerate(self.blocks):
@@ -447,7 +453,7 @@ def to_transformers(model):
     """-> (the class of transformers that computes the same, its config as a dict, its weights). --preset=classic: NanoChat, qwen3:
     Qwen3. What neither has ends with a sentence."""
     c, weights = model.config, {}
-    plain = c.qk_norm and not (c.value_embeds or c.layer_lambdas or c.window or c.tied)
+    plain = c.qk_norm and not (c.value_embeds or c.layer_lambdas or c.window or c.tied or c.bigrams)
     kind = {("relu2", True): "NanoChat", ("swiglu", False): "Qwen3"}.get((c.mlp, c.softcap > 0))
     if not (kind and plain):
         fail("transformers has no model like this one: only those of --preset=classic and --preset=qwen3 can be exported to it")
@@ -491,6 +497,8 @@ class KVCache:
         shape = (config.n_layer, rows, config.n_kv_head, max_len, config.head_dim)
         self.k, self.v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)  # (B,)
+        self.newest = torch.zeros(rows, dtype=torch.long, device=device)  # (B,) the last token of each
+        self.idx = None  # the tokens just given
         self.longest = 0  # max(lengths), known without asking the device
 
     def open(self, T, window=0):
@@ -512,15 +520,23 @@ class KVCache:
             store[layer][rows, :, self.pos] = new.transpose(1, 2).to(store.dtype)
         return self.k[layer][:, :, : self.end], self.v[layer][:, :, : self.end]
 
+    def before(self, idx):
+        """The token before each of idx: (B, T)."""
+        self.idx = idx
+        return torch.cat([self.newest[:, None], idx[:, :-1]], 1)
+
     def advance(self, lengths):
         """lengths: list, how many of the tokens just given count for each row (padding on the right does not)."""
-        self.lengths += torch.tensor(lengths, device=self.lengths.device)
+        count = torch.tensor(lengths, device=self.lengths.device)
+        self.lengths += count
+        if self.idx is not None:
+            self.newest = self.idx.gather(1, count[:, None] - 1)[:, 0]
         self.longest = min(self.longest + max(lengths), self.k.size(3))
 
     def select(self, rows):
         """Keep these rows (a list, repeats allowed), in this order."""
         rows = torch.tensor(rows, device=self.lengths.device)
-        self.k, self.v, self.lengths = self.k[:, rows], self.v[:, rows], self.lengths[rows]
+        self.k, self.v, self.lengths, self.newest = self.k[:, rows], self.v[:, rows], self.lengths[rows], self.newest[rows]
 
 
 def sample_tokens(logits, temperature, top_k, u):

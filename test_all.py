@@ -768,6 +768,7 @@ VARIANTS = [
     dict(n_layer=1, n_head=1, n_kv_head=1),
     dict(tied=True, mlp="swiglu"),
     dict(window=5, n_layer=6),
+    dict(bigrams=97),
     dict(window=5, n_layer=4, n_kv_head=1),
 ]
 

@@ -42,6 +42,7 @@ value_embeds = None          # token embeddings mixed into the values of every o
 layer_lambdas = None         # learned per-layer mix of the residual stream and the first hidden state
 window = None                # tokens that three layers of four look back at most; 0 = all
 tied = None                  # the head is the embedding
+bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none
 # horizon: the first of these that is not 0 counts
 num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
