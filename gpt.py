@@ -398,16 +398,17 @@ def memory_plan(model, rows, dev):
     layer = N * C * (82 if not half else 56 if dev.dtype == torch.bfloat16 else 60)  # fp16's norms are done in fp32
     if not dev.fused_attention:
         layer += N * config.n_head * T * (4 if half else 8)  # the scores and their softmax
-    kept = L * 4 * C * N + layer if model.activation_checkpointing else L * layer
-    parts = {"weights": 4 * P, "gradients": 4 * P, "optimizer": (4 * M + 8 * (P - M)) // W,
-             "activations": kept + 12 * C * N + (2 * M if half else 0), "logits": 16 * min(N * V, max(V, LOGITS_AT_ONCE))}
+    kept = L * (4 * C * N if model.activation_checkpointing else layer) + 12 * C * N + (2 * M if half else 0)
+    tile = N * V if N * V <= LOGITS_AT_ONCE else max(V, LOGITS_AT_ONCE)
+    parts = {"weights": 4 * P, "gradients": 4 * P, "optimizer": (4 * M + 8 * (P - M)) // W, "activations": kept,
+             "loss": (10 if half else 8) * tile + (6 if half else 4) * V * C + 16 * C * N}
     # What the optimizer holds for one unit: all matrices of a shape, whole and gathered, and the iteration on this rank's share; or
     # one embedding.
     muon = 16 * C * C * L * ((1 if W == 1 else 2) + (5 if half else 7) / W)
     adamw = 4 * V * C * (2 if W == 1 else 2 + 2 / W)
     parts["optimizer's step"] = 4 * P // W + int(max(muon, adamw))
-    backward = max(parts["activations"] + parts["logits"], 4 * P + layer + 12 * C * N)  # as it begins, as it ends
-    parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, 4 * P, parts["optimizer's step"])
+    backward = 4 * P + kept + max(parts["loss"], layer if model.activation_checkpointing else 0)  # in a step's second pass
+    parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, parts["optimizer's step"])
     return parts
 
 
