@@ -415,6 +415,11 @@ class Device:
         """Whether scaled_dot_product_attention has a kernel here that never holds all (T, T) scores."""
         return not (self.type == "mps" or (self.type == "npu" and no_bf16(self.name)))
 
+    @property
+    def fused_adamw(self):
+        """Whether torch has AdamW as one operator here that is known to be right and fast."""
+        return self.type in ("cpu", "cuda")
+
     def overflowed(self):
         """Whether a number left fp16's range since the last call: 910A and 310P saturate, so that no inf gives it away."""
         if self.type != "npu" or self.dtype != torch.float16 or not no_bf16(self.name):

@@ -82,7 +82,7 @@ class Muon:
         self.dev, self.rank, self.world = dev, dev.rank, dev.world_size
         self.ns_dtype = iteration_dtype(dev)
         self.loss_scale, self.good_steps = (2.0**16 if dev.dtype == torch.float16 else 1.0), 0
-        self.param_groups, self.norms, seen = [], {}, set()
+        self.param_groups, self.norms, self.measure, seen = [], {}, False, set()
         for group in groups:
             group = {**DEFAULTS[group["kind"]], **group, "initial_lr": group["lr"]}
             self.param_groups.append(group)
@@ -147,7 +147,7 @@ class Muon:
 
         -> (the gradient's norm over all parameters and ranks, before any change; the loss of all ranks). Where either is not
         finite or fp16 overflowed, the norm is nan or inf and no rank changes anything. `norms` then holds the norm of each group's
-        gradient, and of the update that the step before made."""
+        gradient, and of the change that the step before made where `measure` was set for it."""
         overflow = self.dev.overflowed()
         idle = all(p.grad is None for g in self.param_groups for p in g["params"])  # a rank that had no rows
         begun = []
@@ -161,7 +161,7 @@ class Muon:
         grads, squares = [], torch.zeros(2, len(self.param_groups), device=self.dev.device)
         for unit, (grad, work) in zip(self.units, begun):
             self._wait(work)
-            squares[0, unit["index"]] += grad.float().square().sum()
+            squares[0, unit["index"]] += torch.linalg.vector_norm(grad, dtype=torch.float32).square()
             if "moved" in unit:
                 squares[1, unit["index"]] += unit.pop("moved")
             grads.append(grad)
@@ -176,16 +176,22 @@ class Muon:
         self._rescale(finite)
         if not finite:
             return math.nan if math.isnan(total + loss) else math.inf, loss
+        self.norms = {}
         for i, group in enumerate(self.param_groups):
             label = group.get("label", group["kind"])
-            self.norms |= {f"grad_{label}": math.sqrt(squares[i]) / scale, f"update_{label}": math.sqrt(squares[n + i])}
+            self.norms[f"grad_{label}"] = math.sqrt(squares[i]) / scale
+            if squares[n + i]:
+                self.norms[f"update_{label}"] = math.sqrt(squares[n + i])
         on_its_way = []
         for unit in self.units:
             grad = grads.pop(0).float()  # so that it is freed when it is used up
             own = self._own(unit, self._pack(unit, [p.data for _, p in unit["named"]]))
             unit["step"] += 1
             update = {"muon": self._muon, "adamw": self._adamw}[unit["group"]["kind"]]
-            unit["moved"] = update(unit, own, grad if scale == 1 else grad / scale)
+            old = own.clone() if self.measure else None
+            update(unit, own, grad if scale == 1 else grad / scale)
+            if self.measure:
+                unit["moved"] = torch.linalg.vector_norm(own - old).square()
             on_its_way.append((unit, *self._gather(unit, own)))
             if len(on_its_way) > 1:
                 self._arrive(*on_its_way.pop(0))
@@ -211,7 +217,6 @@ class Muon:
                 p.copy_(new)
 
     def _muon(self, unit, w, g):
-        """-> the squared norm of the update, learning rate included"""
         group = unit["group"]
         if "momentum" not in unit:
             unit["momentum"] = torch.zeros_like(g)
@@ -225,7 +230,6 @@ class Muon:
         if group["weight_decay"]:  # cautious: decay only where the update already points to zero
             w.sub_(w * (update * w > 0), alpha=group["lr"] * group["weight_decay"])
         w.sub_(update, alpha=lr)
-        return update.square().sum() * lr**2
 
     def _even_out(self, unit, update, dim):
         """NorMuon (Li et al. 2025): rows of the update that are larger than others for long are made as small, and the whole is
@@ -239,18 +243,20 @@ class Muon:
         return even * (norms[0] / (norms[1] + 1e-10))
 
     def _adamw(self, unit, w, g):
-        """-> the squared norm of the update, learning rate included"""
         group, (b1, b2) = unit["group"], unit["group"]["betas"]
         if "exp_avg" not in unit:
             unit["exp_avg"], unit["exp_avg_sq"] = torch.zeros_like(g), torch.zeros_like(g)
-        mean, square = unit["exp_avg"].lerp_(g, 1 - b1), unit["exp_avg_sq"].mul_(b2).addcmul_(g, g, value=1 - b2)
-        update = (square / (1 - b2 ** unit["step"])).sqrt_().add_(group["eps"])
-        torch.div(mean, update, out=update)
-        lr = group["lr"] / (1 - b1 ** unit["step"])
-        if group["weight_decay"]:
-            w.mul_(1 - group["lr"] * group["weight_decay"])
-        w.sub_(update, alpha=lr)
-        return update.square().sum() * lr**2
+        mean, square, lr, decay = unit["exp_avg"], unit["exp_avg_sq"], group["lr"], group["weight_decay"]
+        if self.dev.fused_adamw:  # one pass instead of ten
+            steps = torch.tensor(float(unit["step"]), device=w.device)
+            return torch._fused_adamw_([w], [g], [mean], [square], [], [steps], lr=lr, beta1=b1, beta2=b2, weight_decay=decay,
+                                       eps=group["eps"], amsgrad=False, maximize=False)
+        mean.lerp_(g, 1 - b1)
+        square.mul_(b2).addcmul_(g, g, value=1 - b2)
+        denom = (square / (1 - b2 ** unit["step"])).sqrt_().add_(group["eps"])
+        if decay:
+            w.mul_(1 - lr * decay)
+        w.addcdiv_(mean, denom, value=-lr / (1 - b1 ** unit["step"]))
 
     def zero_grad(self):
         self.dev.overflowed()  # forget what overflowed before, in an evaluation say

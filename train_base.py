@@ -239,6 +239,7 @@ while True:
     scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
     loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
     dev.part("optimizer")
+    opt.measure = not bench and step % 10 == 0
     grad_norm, train_loss = opt.step(loss_sum)  # waits for the device; what follows runs beside its last updates
     dev.part("rest")
     dt = time.time() - t0
