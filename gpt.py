@@ -59,7 +59,7 @@ class GPTConfig:
 
 # Whole sets of ideas. nano: the best we know, by the README's table. classic: nanochat of October 2025. qwen3: Qwen3's.
 # transformers has the last two, see to_transformers().
-PRESETS = {"nano": {},
+PRESETS = {"nano": {},  # and bigrams, as many as train_base.py says
            "classic": dict(value_embeds=False, layer_lambdas=False),
            "qwen3": dict(rope_base=1e6, mlp="swiglu", softcap=0.0, value_embeds=False, layer_lambdas=False)}
 LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 16 bytes in all: a gibibyte
@@ -405,7 +405,7 @@ def memory_plan(model, rows, dev):
     # What the optimizer holds for one unit: all matrices of a shape, whole and gathered, and the iteration on this rank's share; or
     # one embedding.
     muon = 16 * C * C * L * ((1 if W == 1 else 2) + (5 if half else 7) / W)
-    adamw = 4 * V * C * (2 if W == 1 else 2 + 2 / W)
+    adamw = 4 * max(V, config.bigrams) * C * (2 if W == 1 else 2 + 2 / W)
     parts["optimizer's step"] = 4 * P // W + int(max(muon, adamw))
     backward = 4 * P + kept + max(parts["loss"], layer if model.activation_checkpointing else 0)  # in a step's second pass
     parts["peak"] = parts["weights"] + parts["optimizer"] + max(backward, parts["optimizer's step"])

@@ -865,6 +865,19 @@ def test_a_window_is_what_a_mask_says():
     assert reach[:25].any() and not reach[3 * 8 + 1 :].any()
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_the_forms_of_a_window_are_one(monkeypatch):
+    """The block mask of flex_attention, which CUDA gets under torch.compile, hides what the booleans hide."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    q, k, v = (torch.randn(2, n, 200, 16) for n in (4, 2, 2))
+    gpt.window_mask.cache_clear()
+    monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask",
+                        lambda *args, device: create_block_mask(*args, device="cpu"))
+    block, booleans = (gpt.window_mask(200, 30, torch.device(kind), True) for kind in ("cuda", "cpu"))
+    gpt.window_mask.cache_clear()
+    torch.testing.assert_close(gpt.attention(q, k, v, block), gpt.attention(q, k, v, booleans), atol=1e-5, rtol=1e-4)
+
+
 def test_a_fresh_model_guesses_uniformly_and_looks_only_back():
     model = GPT(GPTConfig(vocab_size=300, max_seq_len=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32))
     idx = torch.randint(0, 300, (2, 64))
@@ -1553,7 +1566,41 @@ def test_every_stage_runs_on_two_ranks_and_in_bf16(home, texts):
 @slow
 def test_bench_ends_with_json_and_writes_nothing(home, texts):
     out = run("train_base.py", *SMALL, f"--data_dir={texts}", f"--out_dir={home}", "--bench=2", "--run=bench").stdout
-    assert json.loads(out.splitlines()[-1])["tok_per_s"] > 0 and not (home / "base" / "bench").exists()
+    facts = json.loads(out.splitlines()[-1])
+    assert not (home / "base" / "bench").exists()
+    assert facts["tok_per_s"] > 0 and 0 < facts["mfu"] < 1 and facts["matmul_peak_tflops"] > 0 and facts["peak_gb"] > 0
+    assert {"data", "forward", "backward", "optimizer"} <= facts["ms"].keys() and min(facts["ms"].values()) >= 0
+    assert 0.3 * facts["step_ms"] < sum(facts["ms"].values()) < 3 * facts["step_ms"]
+
+
+@slow
+def test_what_a_run_shows(home, texts, tmp_path):
+    """val_dir, bits per byte by source, norms by group, a trace, and base runs side by side."""
+    (tmp_path / "val").mkdir()
+    for name in ("one", "two"):
+        lines = [json.dumps({"text": f"{name} " + "some words to measure on " * 20}) for _ in range(8)]
+        (tmp_path / "val" / f"{name}.jsonl").write_text("\n".join(lines))
+    args = [*SMALL, f"--data_dir={texts}", f"--val_dir={tmp_path / 'val'}", f"--out_dir={home}", "--eval_every=6", "--profile=2"]
+    for n in (6, 12, 18):
+        out = run("train_base.py", *args, f"--num_iterations={n}", f"--run=shows{n}").stdout
+    rows = [json.loads(line) for line in (home / "base" / "shows12" / "log.jsonl").read_text().splitlines()]
+    measured = [r["val_bpb_by_source"] for r in rows if "val_bpb" in r]
+    assert len(measured) == 3 and all(m.keys() == {"one", "two"} for m in measured) and "| one " in out
+    assert all(r["grad_matrix"] > 0 for r in rows if "grad_norm" in r)
+    assert [r["step"] for r in rows if "update_matrix" in r] == [2, 12] and rows[0]["grad_norm"] > 0
+    squares = sum(v**2 for k, v in rows[0].items() if k.startswith("grad_") and k != "grad_norm")
+    assert abs(squares**0.5 / rows[0]["grad_norm"] - 1) < 1e-3
+    (trace,) = (home / "base" / "shows12" / "trace").iterdir()
+    assert json.loads(trace.read_text())["traceEvents"]
+    run("train_base.py", *args, "--num_iterations=12", "--softcap=0", "--run=shows_nocap")
+    folder = tmp_path / "some"
+    (folder / "base").mkdir(parents=True)
+    for path in (home / "base").glob("shows*"):
+        shutil.copytree(path, folder / "base" / path.name)
+    out = run("eval.py", "--compare=1", f"--out_dir={folder}").stdout
+    table = [line for line in out.splitlines() if line.startswith("| ")]
+    assert len(table) == 5 and "(baseline)" in table[1], out  # of two equally good ones
+    assert any("softcap=0.0" in line and "±" in line or "num_iterations" in line for line in table), out
 
 
 @slow
@@ -1825,11 +1872,12 @@ for dtype, rows, checkpointing in ((torch.float32, 1, 0), (torch.float32, 6, 0),
     opt, ids = Muon(model.param_groups(0.02, 0.1, 0.01, 0.01), dev), torch.randint(0, 2048, (rows, 257), device="npu:0")
     for _ in range(2):
         torch.npu.reset_peak_memory_stats()
-        with dev.autocast():
-            loss = model(ids[:, :-1], ids[:, 1:]) / (rows * 256)
-        loss.backward()
-        value = loss.detach()
-        del loss
+        for _ in range(2):  # passes
+            with dev.autocast():
+                loss = model(ids[:, :-1], ids[:, 1:]) / (rows * 256)
+            loss.backward()
+            value = loss.detach()
+            del loss
         opt.step(value)
     print(torch.npu.max_memory_allocated(), memory_plan(model, rows, dev)["peak"])
     del model, opt
@@ -1842,6 +1890,32 @@ def test_the_memory_model_is_what_the_allocator_measures(npu):
     assert done.returncode == 0, done.stderr
     pairs = [list(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(pairs) == 4 and all(abs(plan / measured - 1) < 0.15 for measured, plan in pairs), pairs
+
+
+WINDOW = """
+import common, torch
+from gpt import GPT, GPTConfig, window_mask
+model = GPT(GPTConfig(vocab_size=300, max_seq_len=64, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, window=8))
+torch.manual_seed(0)
+for p in model.parameters():
+    p.data += 0.1 * torch.randn_like(p)
+idx, results = torch.randint(0, 300, (2, 64)), []
+for device in ("cpu", "npu"):
+    model.to(device).zero_grad()
+    loss = model(idx.to(device), idx.to(device))
+    loss.backward()
+    results.append([loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())])
+assert isinstance(window_mask(64, 8, torch.device("npu:0")), tuple)  # what the band of the fused kernel wants
+for a, b in zip(*results):
+    torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
+print("alike")
+"""
+
+
+@slow
+def test_a_window_is_a_band_of_the_fused_kernel_on_npus(npu):
+    done = subprocess.run([sys.executable, "-c", WINDOW], cwd=HERE, env={**os.environ, **npu}, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("alike"), done.stderr
 
 
 @slow

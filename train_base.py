@@ -42,7 +42,7 @@ value_embeds = None          # token embeddings mixed into the values of every o
 layer_lambdas = None         # learned per-layer mix of the residual stream and the first hidden state
 window = None                # tokens that three layers of four look back at most; 0 = all
 tied = None                  # the head is the embedding
-bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none
+bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none; nano: 16 * vocabulary, to depth 8
 # horizon: the first of these that is not 0 counts
 num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
@@ -111,7 +111,10 @@ if preset not in PRESETS:
     fail(f"--preset={preset} is not one of {', '.join(PRESETS)}")
 fields = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
 ideas = PRESETS[preset] | {k: fields[k](v) for k, v in config.items() if k in fields and v is not None}
-ideas |= dict(vocab_size=plan_vocab if plan else tok.vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
+vocab_size = plan_vocab if plan else tok.vocab_size
+if preset == "nano" and bigrams is None:  # what a small model has no room for in its layers; not tried on larger ones
+    ideas["bigrams"] = min(2**17, 16 * vocab_size) if depth <= 8 else 0
+ideas |= dict(vocab_size=vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
               n_head=heads, n_kv_head=n_kv_head or heads)
 if ideas.get("mlp", "relu2") not in ("relu2", "swiglu"):
     fail(f"--mlp={mlp} is not one of relu2, swiglu")
