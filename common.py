@@ -675,14 +675,16 @@ def cleanup(status=0):
             dist.destroy_process_group()
 
 
-def choose_compile(model, wanted, dev):
-    """Train through torch.compile where that helps and works. wanted: auto, true or false."""
+def choose_compile(model, wanted, dev, seconds=0.0):
+    """Train through torch.compile where that helps and works. wanted: auto, true or false; seconds: about how long training takes."""
     word = str(wanted).lower()
     if word not in ("auto", "true", "false", "1", "0"):
         fail(f"--compile={wanted} is not one of auto, true, false")
     use = word in ("true", "1")
-    if word == "auto":  # on NPUs it needs triton-ascend and is young, on CPUs compiling takes a minute
-        use = dev.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if word == "auto":  # on NPUs it needs triton-ascend and is young
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        use = {"cuda": importlib.util.find_spec("triton") is not None,
+               "cpu": bool(compiler) and seconds > 300}.get(dev.type, False)  # it takes half a minute there
         if use:
             torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is, with a warning
     if use:

@@ -62,7 +62,7 @@ class GPTConfig:
 PRESETS = {"nano": {},  # and bigrams, as many as train_base.py says
            "classic": dict(value_embeds=False, layer_lambdas=False),
            "qwen3": dict(rope_base=1e6, mlp="swiglu", softcap=0.0, value_embeds=False, layer_lambdas=False)}
-LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 16 bytes in all: a gibibyte
+LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 8 to 10 bytes in all
 ADAMW_RATE = 0.15       # where AdamW stands in for Muon, its learning rate as a share of Muon's at width 768
 
 
@@ -292,7 +292,9 @@ class GPT(nn.Module):
                 key = "matrix" if name.startswith("blocks") else "head" if p is self.head_weight else "embed"
             groups[key].setdefault("names", []).append(name)
             groups[key].setdefault("params", []).append(p)
-        return [{**g, "label": k} for k, g in groups.items() if "params" in g]
+        groups = [{**g, "label": k} for k, g in groups.items() if "params" in g]
+        assert sum(len(g["params"]) for g in groups) == len(list(self.parameters())), "each parameter is in one group"
+        return groups
 
 
 # --- the loss ----------------------------------------------------------------------------------------------------------------

@@ -199,10 +199,10 @@ def forward_backward(rows, scored, size):
 
 # --- LOOP ------------------------------------------------------------------------------------------------------------
 log = Log(run_dir, "base", num_steps, metrics["seconds"], step) if not bench else None
-choose_compile(model, compile, dev)
+peak, times, peaks = dev.peak_flops(), [], []
+choose_compile(model, compile, dev, 0 if bench or not peak else 2 * flops_per_token * tokens / (peak * dev.world_size))
 steps = Steps(device_batch_size, model, dev, timeout_min)
 profiler = dev.profiler(run_dir / "trace") if profile else None
-peak, times, peaks = dev.peak_flops(), [], []
 while True:
     last = step == num_steps
     due = last or steps.stopping or (save_every and step % save_every == 0)
