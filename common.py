@@ -676,7 +676,7 @@ def cleanup(status=0):
 
 
 def choose_compile(model, wanted, dev, seconds=0.0):
-    """Train through torch.compile where that helps and works. wanted: auto, true or false; seconds: about how long training takes."""
+    """Train through torch.compile where that helps and works. wanted: auto, true, false; seconds: about how long training takes."""
     word = str(wanted).lower()
     if word not in ("auto", "true", "false", "1", "0"):
         fail(f"--compile={wanted} is not one of auto, true, false")
