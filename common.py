@@ -400,7 +400,10 @@ class Device:
 
     def pinned(self, tensor):
         """A tensor on the host, ready to be copied to the device without anybody waiting."""
-        return tensor.pin_memory() if self.type in ("npu", "cuda") else tensor
+        if self.type not in ("npu", "cuda"):
+            return tensor
+        self.module.set_device(self.device)  # which is each thread's own
+        return tensor.pin_memory()
 
     def profiler(self, folder):
         """A profiler with start() and stop(); what it saw is then in `folder`, for chrome://tracing or Perfetto."""
@@ -755,6 +758,7 @@ def in_batches(items, size, work, dev):
             if not short:
                 raise
         if short:  # here the exception is gone, and with it the tensors its traceback held
+            gc.collect()
             size = in_batches.fits[work.__qualname__] = max(1, min(size, len(batch)) // 2)
             dev.empty_cache()
             print(f"[auto] out of memory (rank {RANK}): going on with {size} at a time", flush=True)
@@ -812,6 +816,7 @@ class Steps:
             self.shrink()
 
     def shrink(self):
+        gc.collect()
         self.dev.empty_cache()
         if self.rows > 1:
             self.rows //= 2
@@ -1043,7 +1048,7 @@ def find_resume(run_dir, config, resume, parent=""):
     reason = "" if resume else "--resume=0"
     if meta and resume:
         changed = [f"{k} {meta['config'].get(k)!r} -> {v!r}" for k, v in config.items()
-                   if k not in FREE_KNOBS and k in meta["config"] and meta["config"][k] != v]
+                   if k not in FREE_KNOBS and k in meta["config"] and v is not None and meta["config"][k] != v]
         if changed:
             fail(f"{run_dir} holds a run with other knobs ({', '.join(changed)}): name this one with --run_name=NAME, "
                  "or give --resume=0 to start over (the old run is kept)")

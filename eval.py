@@ -538,7 +538,7 @@ def draw_curves(runs, path):
 def base_runs(home):
     """-> {knobs in which runs differ, ((name, value), ...), without the seed: {seed: facts of the run}}"""
     metas = [m for p in run_folders(home, "base") if (m := newest_checkpoint(p))]
-    free = (FREE_KNOBS | {"seed"}) - {"optimizer"}
+    free = (FREE_KNOBS | {"seed"}) - {"optimizer", "eval_tokens", "device_type", "dtype"}  # other text or times: not to be mixed
     names = sorted({k for m in metas for k in m["config"]} - free)
     names = [k for k in names if len({repr(m["config"].get(k)) for m in metas}) > 1]
     groups = {}
@@ -546,11 +546,14 @@ def base_runs(home):
         log = read_log(Path(m["path"]).parent / "log.jsonl")
         speeds = [row["tok_per_s"] for row in log if "tok_per_s" in row]
         scores = [row["val_bpb"] for row in log if "val_bpb" in row and row["step"] == m["step"]]
-        if not scores or "flops" not in m:
+        if not scores or m.get("steps") != m["step"]:
             continue  # not finished
         run = {"bpb": scores[-1], "flops": m["flops"], "tok_per_s": statistics.median(speeds),
                "name": Path(m["path"]).parent.name}
-        groups.setdefault(tuple((k, m["config"].get(k)) for k in names), {})[m["config"]["seed"]] = run
+        group, seed = groups.setdefault(tuple((k, m["config"].get(k)) for k in names), {}), m["config"]["seed"]
+        if seed in group:
+            warn(f"{run['name']} and {group[seed]['name']} have the same knobs and seed: the latter is left out")
+        group[seed] = run
     return groups
 
 
@@ -579,9 +582,10 @@ def compare_base(home):
         both = sorted(runs.keys() & groups[base].keys())
         if g != base and both and not differ(g, base) & HORIZON:
             deltas = [runs[seed]["bpb"] - groups[base][seed]["bpb"] for seed in both]
-            delta, error = statistics.fmean(deltas), statistics.stdev(deltas) / len(deltas) ** 0.5 if len(deltas) > 1 else math.nan
+            delta = statistics.fmean(deltas)
+            error = f" ± {statistics.stdev(deltas) / len(both) ** 0.5:.4f}" if len(both) > 1 else ""
             slower = mean(groups[base], "tok_per_s") / mean(runs, "tok_per_s")
-            cells += [f"{delta:+.4f} ± {error:.4f}", f"{slower:.2f} x",
+            cells += [f"{delta:+.4f}{error}", f"{slower:.2f} x",
                       f"{delta - slope * math.log(slower):+.4f}" if slope is not None else ""]
         else:
             cells += ["", "", ""]
@@ -608,20 +612,29 @@ def compare_main():
         summary |= {"largest": name, "val_bpb": round(bpb, 4), "predicted": round(predicted, 4),
                     "error": round(predicted / bpb - 1, 4)}
         print0(f"largest: {name}, val bpb {bpb:.4f}; by the others {predicted:.4f} was to be expected ({predicted / bpb - 1:+.1%})")
-        plt = need("matplotlib.pyplot", "the picture")
-        plt.switch_backend("Agg")
-        fig, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-        xs = np.geomspace(points[0][1], points[-1][1], 50)
-        ax.plot(xs, [fit_power(small)(x) for x in xs], color="grey", ls="--", label="fitted without the largest")
-        ax.scatter([f for _, f, _ in points], [y for *_, y in points], color="tab:blue", zorder=3)
-        for name, f, y in points:
-            ax.annotate(name, (f, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
-        ax.set(xscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
-        ax.grid(alpha=0.3)
-        ax.legend()
-        fig.savefig(Path(out_dir) / "compare.png", dpi=100)
-        print0(f"drawn in {out_dir}/compare.png")
+        draw_series(points, fit_power(small), Path(out_dir) / "compare.png")
     print0(json.dumps(summary))
+
+
+def draw_series(points, fit, path):
+    try:
+        import matplotlib
+    except ImportError:
+        return warn("no compare.png: pip install matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
+    xs = np.geomspace(points[0][1], points[-1][1], 50)
+    ax.plot(xs, [fit(x) for x in xs], color="grey", ls="--", label="fitted without the largest")
+    ax.scatter([f for _, f, _ in points], [y for *_, y in points], color="tab:blue", zorder=3)
+    for name, f, y in points:
+        ax.annotate(name, (f, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
+    ax.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel="validation bits per byte")
+    ax.grid(alpha=0.3, which="both")
+    ax.legend()
+    fig.savefig(path, dpi=100)
+    plt.close(fig)
+    print0(f"drawn in {path}")
 
 
 def main():

@@ -79,10 +79,11 @@ def rotate(x, cos, sin):
 
 
 # --- attention: the one place where the kind of device matters to the model ------------------------------------------------
-@functools.cache
+@functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)  # an evaluation may be the first to ask, and training keeps it for its backward pass
 def window_mask(T, window, device, compiled=False):
     """What a layer may look at that looks back `window` tokens and no more, in the form that attention() is fastest with."""
-    if device.type == "npu":
+    if device.type == "npu" and torch.npu.is_bf16_supported():  # not on cards before 910B, which have no such kernel
         return window, torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)  # the size that the kernel wants
     if compiled and device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask
@@ -301,7 +302,7 @@ class GPT(nn.Module):
 # The logits are the largest thing in training: tokens x vocabulary, in several copies. So they never stand whole. A tile of them is
 # computed, squashed to what both the loss and its gradient need, and turned into the gradient while it is still near. What the
 # softcap does to a logit y is, with s = sigmoid(2 y / cap): cap tanh(y / cap) = 2 cap s - cap, whose derivative is 4 (s - s^2).
-# No maximum has to be subtracted before exp: a capped logit is at most 60.
+# No maximum has to be subtracted before exp: what is exponentiated, cap (2 s - 1), is at most 60.
 LOG2E = math.log2(math.e)
 
 
@@ -311,7 +312,7 @@ def tile_loss(y, cap):
     if not cap:
         return s, s.logsumexp(1)
     s.sigmoid_()
-    return s, (s * (2 * cap * LOG2E)).exp2_().sum(1).log() - cap
+    return s, torch.sub(s, 0.5).mul_(2 * cap * LOG2E).exp2_().sum(1).log()
 
 
 def tile_grad(s, lse, weights, cap, scale):
@@ -340,15 +341,15 @@ class CrossEntropy(torch.autograd.Function):
         (N, C), V, (tile_loss, tile_grad) = x.shape, w.size(0), tiles
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        # In fp16 what is summed over the rows must stay below 65504: as if the mean were wanted, with some room for what is small.
-        scale = 512.0 / N if dtype == torch.float16 else 1.0
+        rows, cols = tile_shape(N, V, x.device)
+        # In fp16 what a matmul sums over its rows must stay below 65504: as if the mean were wanted, with room for what is small.
+        scale = 512.0 / min(N, rows) if dtype == torch.float16 else 1.0
         squeeze = 2 / cap if cap else 1.0
         x, whole, scored = (x * squeeze).to(dtype), w.to(dtype), targets >= 0
         need = reduction == "sum" and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         if need:
             gx, gw = torch.zeros(N, C, device=x.device), torch.zeros(V, C, device=x.device)
         lse = torch.empty(N, device=x.device)
-        rows, cols = tile_shape(N, V, x.device)
         for r in (slice(a, a + rows) for a in range(0, N, rows)):
             parts, kept = [], []
             for part in whole.split(cols):

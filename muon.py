@@ -112,7 +112,7 @@ class Muon:
         """Tensors of a unit, one per parameter, as (share * W, *shape), zero padded."""
         flat = torch.stack(tensors) if unit["shape"] else tensors[0].reshape(-1)
         missing = self._share(unit) * self.world - unit["count"]
-        return torch.cat([flat, flat.new_zeros(missing, *unit["shape"])]) if missing else flat
+        return torch.cat([flat, flat.new_zeros(missing, *flat.shape[1:])]) if missing else flat
 
     def _own(self, unit, whole):
         share = self._share(unit)

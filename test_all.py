@@ -792,7 +792,7 @@ def test_cached_decoding_equals_the_full_forward(kw):
                 torch.testing.assert_close(got[t][b], full[n - 1 + t], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kw", [dict(), dict(softcap=0.0), dict(tied=True), dict(softcap=60.0)])
+@pytest.mark.parametrize("kw", [dict(), dict(softcap=0.0), dict(tied=True), dict(softcap=60.0), dict(bigrams=50)])
 def test_the_loss_in_tiles_is_the_loss(kw, monkeypatch):
     model, idx = tiny(**kw), torch.randint(0, 300, (4, 32))
     targets = idx.roll(-1, 1).masked_fill(torch.rand(4, 32) < 0.3, -1)
@@ -850,6 +850,25 @@ def test_a_model_laid_out_on_the_meta_device_is_an_ordinary_one():
     c = GPT.build(a.config, "cpu")
     for (n, p), q in zip(a.named_parameters(), c.parameters()):
         assert torch.isfinite(q).all() and abs(p.std() - q.std()) <= 0.1 * p.std() or p.numel() < 10, n
+
+
+def test_the_largest_softcap_does_not_overflow():
+    x, w = torch.full((3, 8), 20.0, requires_grad=True), torch.randn(300, 8)
+    w[7] = 5.0
+    loss = gpt.CrossEntropy.apply(x, w, torch.tensor([7, 7, 8]), None, 60.0, "sum", (gpt.tile_loss, gpt.tile_grad))
+    loss.backward()
+    plain = F.cross_entropy(60 * torch.tanh(x.detach() @ w.T / 60), torch.tensor([7, 7, 8]), reduction="sum")
+    torch.testing.assert_close(loss.detach(), plain, atol=1e-3, rtol=1e-4)
+    assert torch.isfinite(x.grad).all()
+
+
+def test_a_window_serves_evaluation_and_then_training():
+    gpt.window_mask.cache_clear()
+    model, idx = tiny(window=8), torch.randint(0, 300, (2, 64))
+    with torch.inference_mode():
+        model(idx)
+    model.activation_checkpointing = True
+    model(idx, idx).backward()
 
 
 def test_a_window_is_what_a_mask_says():
@@ -1051,6 +1070,7 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
     assert all(
         p.ndim == 2 and n.startswith("blocks") for g in groups if g["kind"] == "muon" for n, p in zip(g["names"], g["params"])
     )
+    groups[0]["normuon"] = True
     a, idx = Muon(groups, CPU), torch.randint(0, 300, (2, 32))
     for _ in range(2):
         a.zero_grad()
@@ -1058,13 +1078,16 @@ def test_every_parameter_is_in_one_group_and_the_state_round_trips():
         a.step(torch.zeros(()))
     twin = tiny()
     twin.load_state_dict(model.state_dict())
-    b = Muon(twin.param_groups(**rates), CPU)
+    b = Muon(twin.param_groups(**rates, normuon=True), CPU)
     b.load_state_dict(a.state_dict())
     for m, opt in ((model, a), (twin, b)):
         opt.zero_grad()
         m(idx, idx).backward()
         opt.step(torch.zeros(()))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
+    for rank in range(5):  # which none of the counts of matrices divides by
+        Muon(tiny().param_groups(**rates, normuon=True), Device(torch.device("cpu"), "cpu", "cpu", torch.float32, rank, rank, 5)
+             ).load_state_dict(a.state_dict())
     with pytest.raises(AssertionError, match="two groups"):
         Muon(groups + groups[:1], CPU)
 
@@ -1428,6 +1451,11 @@ def test_hub_endpoints(hub, tmp_path, monkeypatch, capsys):
         (["chat.py", "--port=99999"], "not a port"),
         (["train_rl.py", "--task=sums"], "not one of arithmetic"),
         (["eval.py", "--max_problems=0"], "at least 1"),
+        (["train_base.py", "--plan", "--window=abc"], "whole number"),
+        (["train_base.py", "--plan", "--value_embeds=maybe"], "give true or false"),
+        (["train_base.py", "--plan", "--softcap=99"], "at most 60"),
+        (["train_base.py", "--plan", "--preset=gpt2"], "nano, classic, qwen3"),
+        (["eval.py", "--compare", "--out_dir={tmp}"], "no finished run"),
     ],
 )
 def test_a_mistake_ends_with_one_sentence(tmp_path, args, says):

@@ -1151,6 +1151,8 @@ def load_corpus(data_dir, out_dir, tok, dev, want_tokens, val_dir=""):
             for shard in val_shards:
                 documents, _, sources = text_cache(shard, tok, out_dir)
                 val.take(documents, range(len(documents)), sources)
+    if not shards:
+        fail(f"all of --data_dir={data_dir} is also in --val_dir={val_dir}: nothing is left to train on")
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     while used < len(shards) and not (tokens >= want_tokens and val):
         if used % ranks_here == 0:  # the ranks of a node build one shard each; what fails on others, rank 0 meets and names below

@@ -9,7 +9,7 @@ Reads out_dir/tokenizer and text (--data_dir: a folder, a hub dataset, or "" for
 Writes out_dir/base/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_mid.py goes on from there.
 """
 from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_resume, human,
-                    load_weights, matmul_flops, planned_device, print0, save_checkpoint, setup, split_batch)
+                    load_weights, matmul_flops, parse_knob, planned_device, print0, save_checkpoint, setup, split_batch)
 
 import dataclasses
 import json
@@ -109,8 +109,8 @@ if n_kv_head and heads % n_kv_head:
     fail(f"--n_kv_head={n_kv_head} does not divide the {heads} heads")
 if preset not in PRESETS:
     fail(f"--preset={preset} is not one of {', '.join(PRESETS)}")
-fields = {f.name: f.type for f in dataclasses.fields(GPTConfig)}
-ideas = PRESETS[preset] | {k: fields[k](v) for k, v in config.items() if k in fields and v is not None}
+fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
+ideas = PRESETS[preset] | {k: parse_knob(k, str(v), fields[k]) for k, v in config.items() if k in fields and v is not None}
 vocab_size = plan_vocab if plan else tok.vocab_size
 if preset == "nano" and bigrams is None:  # what a small model has no room for in its layers; not tried on larger ones
     ideas["bigrams"] = min(2**17, 16 * vocab_size) if depth <= 8 else 0
@@ -118,9 +118,9 @@ ideas |= dict(vocab_size=vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_e
               n_head=heads, n_kv_head=n_kv_head or heads)
 if ideas.get("mlp", "relu2") not in ("relu2", "swiglu"):
     fail(f"--mlp={mlp} is not one of relu2, swiglu")
-if ideas.get("softcap", 0) > 60:
-    fail(f"--softcap={softcap} is more than 60, where it does nothing; 0 turns it off")
-model = GPT.build(GPTConfig(**ideas), dev.device)
+if not (ideas.get("softcap", 0) <= 60 and 1 < ideas.get("rope_base", 2) < math.inf):
+    fail(f"--softcap={softcap} --rope_base={rope_base}: softcap is at most 60 (0 turns it off), rope_base more than 1")
+model = GPT.build(GPTConfig(**(started["model"] if started else ideas)), dev.device)
 model.activation_checkpointing = activation_checkpointing
 params, matmul_params = model.num_params()
 flops_per_token = model.flops_per_token(max_seq_len)
@@ -202,7 +202,8 @@ log = Log(run_dir, "base", num_steps, metrics["seconds"], step) if not bench els
 peak, times, peaks = dev.peak_flops(), [], []
 choose_compile(model, compile, dev, 0 if bench or not peak else 2 * flops_per_token * tokens / (peak * dev.world_size))
 steps = Steps(device_batch_size, model, dev, timeout_min)
-profiler = dev.profiler(run_dir / "trace") if profile else None
+first_traced = step + 3  # the first steps warm up
+profiler = dev.profiler(run_dir / "trace") if profile and not bench else None
 while True:
     last = step == num_steps
     due = last or steps.stopping or (save_every and step % save_every == 0)
@@ -211,7 +212,7 @@ while True:
         save_checkpoint(run_dir, step, model, opt, {
             "stage": "base", "config": config, "model": model_meta(model), "tokenizer": tok.hash, "text": data_dir,
             "val_text": val_dir, "parent": "", "rates": rates, "batch": total_batch_size, "loader": loader.state,
-            "metrics": metrics, "flops": flops_per_token * metrics["tokens"], "hardware": dev.hardware}, dev,
+            "metrics": metrics, "steps": num_steps, "flops": flops_per_token * metrics["tokens"], "hardware": dev.hardware}, dev,
             must=last or steps.stopping)
     if steps.stopping and not last:
         steps.leave(step)
@@ -227,7 +228,7 @@ while True:
         peaks.append(matmul_flops(dev.device, dev.dtype, seconds=0.2))
         if step == 3 + bench:
             dev.parts = {}
-    if profiler and step == 3:
+    if profiler and step == first_traced:
         profiler.start()
 
     t0 = time.time()
@@ -249,13 +250,13 @@ while True:
     step += 1
     steps.check(step, grad_norm, opt, metrics, f"lower the learning rates with --lr_scale={lr_scale / 2:.3g}")
     metrics["tokens"] += total_batch_size
-    times = (times + [dt])[-max(50, 2 * bench) :]
+    times = (times + [dt])[-max(50, 2 * bench + 3) :]
     typical = statistics.median(times[-50:])
     tok_per_s = total_batch_size / typical
     mfu = flops_per_token * tok_per_s / (peak * dev.world_size) if peak else None
-    if profiler and step == 3 + profile:
+    if profiler and step > first_traced and (step == first_traced + profile or step == num_steps):
         profiler.stop()
-        auto(f"trace of {profile} steps in {run_dir}/trace; chrome://tracing or ui.perfetto.dev shows it")
+        auto(f"trace of {step - first_traced} steps in {run_dir}/trace; chrome://tracing or ui.perfetto.dev shows it")
         profiler = None
     if not bench:
         log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, **{k: round(v, 5) for k, v in opt.norms.items()},
