@@ -35,7 +35,7 @@ class GPTConfig:
     n_embd: int = 768
     rope_base: float = 10000.0
     qk_norm: bool = True
-    mlp: str = "relu2"          # relu2: down(relu(up(x))^2); swiglu: down(silu(gate(x)) * up(x))
+    mlp: str = "swiglu"         # swiglu: down(silu(gate(x)) * up(x)); relu2: down(relu(up(x))^2)
     softcap: float = 15.0       # logits = softcap * tanh(logits / softcap), at most 60; 0 = off
     value_embeds: bool = True   # every other layer mixes an embedding of the token into its values
     layer_lambdas: bool = True  # each layer mixes the first hidden state back in, with learned weights
@@ -60,8 +60,8 @@ class GPTConfig:
 # Whole sets of ideas. nano: the best we know, by the README's table. classic: nanochat of October 2025. qwen3: Qwen3's.
 # transformers has the last two, see to_transformers().
 PRESETS = {"nano": {},  # and bigrams, as many as train_base.py says
-           "classic": dict(value_embeds=False, layer_lambdas=False),
-           "qwen3": dict(rope_base=1e6, mlp="swiglu", softcap=0.0, value_embeds=False, layer_lambdas=False)}
+           "classic": dict(mlp="relu2", value_embeds=False, layer_lambdas=False),
+           "qwen3": dict(rope_base=1e6, softcap=0.0, value_embeds=False, layer_lambdas=False)}
 LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 8 to 10 bytes in all
 ADAMW_RATE = 0.15       # where AdamW stands in for Muon, its learning rate as a share of Muon's at width 768
 
@@ -108,6 +108,25 @@ def attention(q, k, v, mask=None):
         from torch.nn.attention.flex_attention import flex_attention
         return flex_attention(q, k, v, block_mask=mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+class Lookup(torch.autograd.Function):
+    """weight[idx], whose gradient is added to weight.grad row by row: else each backward pass fills and adds a table as large as
+    the weight, of which it has touched a few rows. weight: (V, C), a leaf; idx: (...) -> (..., C)"""
+
+    @staticmethod
+    def forward(ctx, weight, idx):
+        ctx.weight, ctx.idx = weight, idx
+        return F.embedding(idx, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight = ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, ctx.idx.flatten(), grad.flatten(0, -2).to(weight.dtype))
+        return None, None
 
 
 # --- the model -------------------------------------------------------------------------------------------------------------
@@ -170,7 +189,7 @@ class GPT(nn.Module):
             self.x0_lambdas = nn.Parameter(torch.empty(L))
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(config.max_seq_len, config.head_dim // 2), persistent=False)
-        self.run_block, self.head_tiles, self.compiled = Block.forward, (tile_loss, tile_grad), False
+        self.run_block, self.squash, self.compiled = Block.forward, tile_softmax, False
         if not self.embed.weight.is_meta:
             self.init_tables()
             self.init_weights()
@@ -216,7 +235,7 @@ class GPT(nn.Module):
         """Train through torch.compile: block by block, since all blocks are alike and one is compiled in a fraction of the time.
         Generation and evaluation stay as they are."""
         self.run_block = torch.compile(Block.forward, dynamic=False)
-        self.head_tiles = tuple(torch.compile(f, dynamic=False) for f in (tile_loss, tile_grad))
+        self.squash = torch.compile(tile_softmax, dynamic=False)
         self.compiled = True
 
     def forward(self, idx, targets=None, weights=None, reduction="sum", cache=None, last=None):
@@ -235,15 +254,16 @@ class GPT(nn.Module):
             rope = (self.cos[pos][:, None], self.sin[pos][:, None])  # (B, 1, T, D/2)
         if config.window and config.window not in masks:
             masks[config.window] = window_mask(T, config.window, idx.device, training and self.compiled)
-        x = self.embed(idx)  # (B, T, C)
+        x = Lookup.apply(self.embed.weight, idx)  # (B, T, C)
         if self.bigram_embed is not None:
             before = F.pad(idx, (1, 0))[:, :-1] if cache is None else cache.before(idx)
-            x = x + self.bigram_embed((before * 36313 + idx * 27191) % config.bigrams)
+            x = x + Lookup.apply(self.bigram_embed.weight, (before * 36313 + idx * 27191) % config.bigrams)
         x = x0 = norm(x)
         mix = torch.stack([self.resid_lambdas, self.x0_lambdas], 1).unbind() if config.layer_lambdas else [None] * config.n_layer
         run = self.run_block if training else Block.forward
         for i, block in enumerate(self.blocks):
-            ve = self.value_lambdas[i] * self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
+            ve = self.value_embeds[str(i)] if str(i) in self.value_embeds else None
+            ve = None if ve is None else self.value_lambdas[i] * Lookup.apply(ve.weight, idx)
             inputs = (block, x, x0, mix[i], ve, rope, masks[config.looks_back(i)])
             if training and self.activation_checkpointing:
                 x = checkpoint(run, *inputs, use_reentrant=False)
@@ -254,7 +274,7 @@ class GPT(nn.Module):
             return self.logits(x if last is None else x[torch.arange(B, device=x.device), last])
         weights = None if weights is None else weights.expand(B, T).reshape(-1)
         loss = CrossEntropy.apply(x.reshape(B * T, -1), self.head_weight, targets.reshape(-1), weights, config.softcap,
-                                  reduction, self.head_tiles if training else (tile_loss, tile_grad))
+                                  reduction, self.squash if training else tile_softmax)
         return loss if reduction == "sum" else loss.view(B, T)
 
     @property
@@ -300,35 +320,35 @@ class GPT(nn.Module):
 
 # --- the loss ----------------------------------------------------------------------------------------------------------------
 # The logits are the largest thing in training: tokens x vocabulary, in several copies. So they never stand whole. A tile of them is
-# computed, squashed to what both the loss and its gradient need, and turned into the gradient while it is still near. What the
-# softcap does to a logit y is, with s = sigmoid(2 y / cap): cap tanh(y / cap) = 2 cap s - cap, whose derivative is 4 (s - s^2).
-# No maximum has to be subtracted before exp: what is exponentiated, cap (2 s - 1), is at most 60.
-LOG2E = math.log2(math.e)
+# computed, and turned at once into the gradient but for a factor of each row, its sum, which is only known when the row is through.
+# That factor need not touch the tile again: (f * p) @ w = f * (p @ w), and (f * p).T @ x = p.T @ (f * x).
+def tile_softmax(y, cap, zeros):
+    """y: (R, K), a tile of logits / cap (of logits where cap is 0), used up; zeros: (R,).
+    -> (exp(capped logit - top) * d(capped)/d(logit): (R, K), in y's place unless compiled; the sum of the exp: (R,); top: (R,))"""
+    z, top, compiled = y.float(), zeros, torch.compiler.is_compiling()
+    if cap and compiled:
+        t = 2 * torch.sigmoid(2 * z) - 1  # tanh, of what compiled code is good at
+        z = t * cap - zeros[:, None]  # without which it would go through the tile once more for the sum
+    elif cap:
+        t = z.tanh_()
+        z = t * cap
+    if not cap or y.dtype == torch.float16:  # in the others there is room for e^60 and e^-60
+        top = z.amax(1)
+        z = torch.sub(z, top[:, None], out=None if compiled else z)
+    total = z.exp_().sum(1)
+    if compiled:
+        return (z * (1 - t * t) if cap else z).to(y.dtype), total, top
+    return y.copy_(torch.ops.aten.tanh_backward.grad_input(z, t, grad_input=z) if cap else z), total, top
 
 
-def tile_loss(y, cap):
-    """y: (R, K), a tile of 2 logits / cap (or of logits, cap 0), used up -> (s: (R, K); log-sum-exp of the capped logits, (R,))"""
-    s = y.float()
-    if not cap:
-        return s, s.logsumexp(1)
-    s.sigmoid_()
-    return s, torch.sub(s, 0.5).mul_(2 * cap * LOG2E).exp2_().sum(1).log()
-
-
-def tile_grad(s, lse, weights, cap, scale):
-    """softmax * d(capped logit)/d(logit) * scale, over 4 where there is a cap; s is used up. lse, weights: (R,), of whole rows."""
-    shift = math.log2(scale) - LOG2E * (lse + cap)[:, None]
-    p = torch.add(shift, s, alpha=LOG2E * (2 * cap or 1)).exp2_()
-    if weights is not None:
-        p.mul_(weights[:, None])
-    return p.mul_(s.addcmul_(s, s, value=-1)) if cap else p
-
-
-def tile_shape(N, V, device):
-    """-> (rows, columns): on a CPU what its caches like, elsewhere whole rows, as many as LOGITS_AT_ONCE allows."""
+def tile_shape(N, V, device, compiled):
+    """-> (rows, columns, rows to squash at a time): on a CPU what its caches like, elsewhere whole rows, as many as LOGITS_AT_ONCE
+    allows."""
     if device.type == "cpu":
-        return max(1, min(N, 2**25 // V)), min(V, 2048)
-    return max(1, min(N, LOGITS_AT_ONCE // V)), V
+        rows = max(1, min(N, 2**26 // V))
+        return rows, min(V, 2048), rows if compiled else 128
+    rows = max(1, min(N, LOGITS_AT_ONCE // V))
+    return rows, V, rows
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -337,52 +357,49 @@ class CrossEntropy(torch.autograd.Function):
     -> the sum, or reduction="none", of which no gradient is taken: (N,)"""
 
     @staticmethod
-    def forward(ctx, x, w, targets, weights, cap, reduction, tiles):
-        (N, C), V, (tile_loss, tile_grad) = x.shape, w.size(0), tiles
+    def forward(ctx, x, w, targets, weights, cap, reduction, squash):
+        (N, C), V = x.shape, w.size(0)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        rows, cols = tile_shape(N, V, x.device)
-        # In fp16 what a matmul sums over its rows must stay below 65504: as if the mean were wanted, with room for what is small.
-        scale = 512.0 / min(N, rows) if dtype == torch.float16 else 1.0
-        squeeze = 2 / cap if cap else 1.0
-        x, whole, scored = (x * squeeze).to(dtype), w.to(dtype), targets >= 0
+        rows, cols, few = tile_shape(N, V, x.device, squash is not tile_softmax)
+        x, whole, scored = (x / (cap or 1)).to(dtype), w.to(dtype), targets >= 0
+        weights = scored.float() if weights is None else weights * scored
         need = reduction == "sum" and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         if need:
             gx, gw = torch.zeros(N, C, device=x.device), torch.zeros(V, C, device=x.device)
-        lse = torch.empty(N, device=x.device)
+        lse = torch.empty(N, device=x.device)  # the log of the sum of a row's exp
         for r in (slice(a, a + rows) for a in range(0, N, rows)):
-            parts, kept = [], []
+            tiles, sums, tops = [], [], []
             for part in whole.split(cols):
-                s, part = tile_loss(x[r] @ part.T, cap)
-                parts.append(part)
-                kept.append(s if need else None)
-            lse[r] = torch.stack(parts).logsumexp(0) if len(parts) > 1 else parts[0]
-            if need:
-                softmax_of = torch.where(scored[r], lse[r], math.inf)  # 0 everywhere in a row that is not scored
-                for i, part in enumerate(whole.split(cols)):
-                    g = tile_grad(kept[i], softmax_of, None if weights is None else weights[r], cap, scale).to(dtype)  # (R, K)
-                    kept[i] = None
-                    add_matmul(gx[r], g, part)
-                    add_matmul(gw[i * cols : (i + 1) * cols], g.T, x[r])
+                tile = x[r] @ part.T  # (R, K)
+                pull, total, top = zip(*(squash(y, cap, lse.new_zeros(len(y))) for y in tile.split(few)))
+                tiles.append(None if not need else tile if len(pull) > 1 else pull[0])
+                sums.append(torch.cat(total))
+                tops.append(torch.cat(top))
+            lse[r] = torch.stack([total.log() + top for total, top in zip(sums, tops)]).logsumexp(0)
+            for i, part in enumerate(whole.split(cols) if need else ()):
+                tile, tiles[i] = tiles[i], None
+                factor = (weights[r] * (tops[i] - lse[r]).exp())[:, None]
+                gx[r].addcmul_(tile @ part, factor)
+                add_matmul(gw[i * cols : (i + 1) * cols], tile.T, (x[r] * factor).to(dtype))
         at = targets.clamp(min=0)
         aim = whole[at].float()  # (N, C), the row of w that each token should have found
         s = (x.float() * aim).sum(1)
-        s = s.sigmoid() if cap else s
-        nll = torch.where(scored, lse - (2 * cap * s - cap if cap else s), 0.0)
-        weights = scored.float() if weights is None else weights * scored
+        s = s.tanh() if cap else s
+        nll = torch.where(scored, lse - s * (cap or 1), 0.0)
         if need:
-            pull = (weights * scale * (s - s * s if cap else 1))[:, None]
+            pull = (weights * (1 - s * s if cap else 1))[:, None]
             gx.addcmul_(aim, pull, value=-1)
             gw.index_add_(0, at, x * -pull)
-            ctx.grads = gx, gw, (4.0 if cap else 1.0) / scale, squeeze
+            ctx.grads = gx, gw, cap or 1.0
         return nll if reduction == "none" else (nll * weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        gx, gw, factor, squeeze = ctx.grads
+        gx, gw, cap = ctx.grads
         ctx.grads = None
-        return gx.mul_(grad * factor), gw.mul_(grad * (factor / squeeze)), None, None, None, None, None
+        return gx.mul_(grad), gw.mul_(grad * cap), None, None, None, None, None
 
 
 def add_matmul(out, a, b):
@@ -393,12 +410,13 @@ def add_matmul(out, a, b):
 # --- planning ------------------------------------------------------------------------------------------------------------------
 def memory_plan(model, rows, dev):
     """Bytes that training with `rows` rows per pass holds on one device, by part, and "peak": the parts do not all stand at the
-    same time. The factors are what an allocator was seen to hold (test_all.py compares): of a layer, 82 bytes per token and
-    channel in fp32, 56 under autocast."""
+    same time. The factors are what an allocator was seen to hold (test_all.py compares): of a layer, 50 bytes per token and
+    channel in fp32, 40 under autocast, and what its MLP keeps."""
     config, half, W = model.config, dev.dtype != torch.float32, dev.world_size
     L, C, V, T = config.n_layer, config.n_embd, config.vocab_size, config.max_seq_len
     (P, M), N = model.num_params(), rows * T
-    layer = N * C * (82 if not half else 56 if dev.dtype == torch.bfloat16 else 60)  # fp16's norms are done in fp32
+    layer = N * C * (50 if not half else 40 if dev.dtype == torch.bfloat16 else 44)  # fp16's norms are done in fp32
+    layer += N * config.ffn_dim * (2 if half else 4) * (4 if config.mlp == "swiglu" else 2)
     if not dev.fused_attention:
         layer += N * config.n_head * T * (4 if half else 8)  # the scores and their softmax
     kept = L * (4 * C * N if model.activation_checkpointing else layer) + 12 * C * N + (2 * M if half else 0)

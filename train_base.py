@@ -42,7 +42,7 @@ value_embeds = None          # token embeddings mixed into the values of every o
 layer_lambdas = None         # learned per-layer mix of the residual stream and the first hidden state
 window = None                # tokens that three layers of four look back at most; 0 = all
 tied = None                  # the head is the embedding
-bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none; nano: 16 * vocabulary, to depth 8
+bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none; nano: 64 * vocabulary, to depth 8
 # horizon: the first of these that is not 0 counts
 num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
@@ -55,7 +55,7 @@ matrix_lr = 0.02             # Muon, block matrices
 embed_lr = 0.3               # AdamW, token and value embeddings
 head_lr = 0.008              # AdamW, the head
 scalar_lr = 0.04             # AdamW, per-layer lambdas
-weight_decay = 0.1           # Muon matrices, cautious; falls to 0 linearly
+weight_decay = 0.1           # Muon matrices, cautious; less for long runs; falls to 0 linearly
 polar_express = True         # Muon's coefficients: Polar Express, or Newton-Schulz
 normuon = False              # Muon's update with its rows evened out
 lr_scale = 0.0               # multiplies all rates; 0 = sqrt(batch / 2**19), at least 1
@@ -113,10 +113,10 @@ fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
 ideas = PRESETS[preset] | {k: parse_knob(k, str(v), fields[k]) for k, v in config.items() if k in fields and v is not None}
 vocab_size = plan_vocab if plan else tok.vocab_size
 if preset == "nano" and bigrams is None:  # what a small model has no room for in its layers; not tried on larger ones
-    ideas["bigrams"] = min(2**17, 16 * vocab_size) if depth <= 8 else 0
+    ideas["bigrams"] = min(2**17, 64 * vocab_size) if depth <= 8 else 0
 ideas |= dict(vocab_size=vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
               n_head=heads, n_kv_head=n_kv_head or heads)
-if ideas.get("mlp", "relu2") not in ("relu2", "swiglu"):
+if ideas.get("mlp", "swiglu") not in ("relu2", "swiglu"):
     fail(f"--mlp={mlp} is not one of relu2, swiglu")
 if not (ideas.get("softcap", 0) <= 60 and 1 < ideas.get("rope_base", 2) < math.inf):
     fail(f"--softcap={softcap} --rope_base={rope_base}: softcap is at most 60 (0 turns it off), rope_base more than 1")
@@ -155,10 +155,11 @@ batches = iter(loader)
 adam_scale = lr_scale * (width / 768) ** -0.5
 rates = {"matrix_lr": matrix_lr * lr_scale, "embed_lr": embed_lr * adam_scale, "head_lr": head_lr * adam_scale,
          "scalar_lr": scalar_lr * lr_scale}
-opt = Muon(model.param_groups(**rates, weight_decay=weight_decay, matrices=choose_optimizer(optimizer, dev),
+decay = weight_decay * min(1.0, math.sqrt(total_batch_size / 2**19) * 1.3e9 / tokens)  # so that it acts over a share of the run
+opt = Muon(model.param_groups(**rates, weight_decay=decay, matrices=choose_optimizer(optimizer, dev),
                               polar_express=polar_express, normuon=normuon), dev)
 auto("learning rates " + ", ".join(f"{k} {v:.2g}" for k, v in rates.items())
-     + f" (scale {lr_scale:.3g}); warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
+     + f" (scale {lr_scale:.3g}); weight decay {decay:.2g}; warm-up {warmup_steps} steps, warm-down {warmdown_ratio:.0%}")
 step, metrics = begin(started, run_dir, num_steps, "val_bpb")
 saved = step  # the step of the newest checkpoint
 if started:
@@ -238,7 +239,7 @@ while True:
         group["lr"] = group["initial_lr"] * multiplier
         if group["label"] == "matrix":
             group["momentum"] = 0.85 + 0.1 * min(1, step / 300)
-            group["weight_decay"] = weight_decay * (1 - step / num_steps)
+            group["weight_decay"] = decay * (1 - step / num_steps)
     rows = next(batches)  # this rank's share of the step: inputs and targets, (R, T) each
     scored = dev.sum(int((rows[1] >= 0).sum()))  # tokens, over all ranks
     loss_sum = steps.run(lambda size: forward_backward(rows, scored, size))
@@ -262,9 +263,10 @@ while True:
         log.write(step, loss=train_loss, lr=multiplier, grad_norm=grad_norm, **{k: round(v, 5) for k, v in opt.norms.items()},
                   tok_per_s=round(total_batch_size / dt), mfu=mfu, tokens=metrics["tokens"], skipped=metrics.get("skipped"))
     if log and (step % 10 == 0 or step <= 3):
-        log.line(step, [f"loss {train_loss:.4f}", f"bpb {metrics.get('val_bpb', float('nan')):.3f}", f"lr {multiplier:.2f}",
-                        f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s", f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?",
-                        f"{dev.peak_memory_gb():.1f}G", f"eta {duration((num_steps - step) * typical)}"])
+        log.line(step, [f"loss {train_loss:.4f}", *([f"bpb {metrics['val_bpb']:.3f}"] if "val_bpb" in metrics else []),
+                        f"lr {multiplier:.2f}", f"{1000 * dt:.0f} ms", f"{human(tok_per_s)} tok/s",
+                        f"mfu {100 * mfu:.0f}%" if mfu else "mfu ?", f"{dev.peak_memory_gb():.1f}G",
+                        f"eta {duration((num_steps - step) * typical)}"])
 
 # --- END -------------------------------------------------------------------------------------------------------------
 if bench:
