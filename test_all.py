@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from hypothesis import given, settings, strategies as st
 
 import eval as evaluation
@@ -790,6 +791,16 @@ def test_cached_decoding_equals_the_full_forward(kw):
             full = model(torch.tensor([row]))[0]
             for t in range(6):
                 torch.testing.assert_close(got[t][b], full[n - 1 + t], atol=2e-5, rtol=1e-4)
+
+
+def test_a_lookup_adds_its_gradient_to_what_is_there():
+    idx, pull, got = torch.tensor([[1, 4, 1], [9, 1, 0]]), torch.randn(2, 3, 4), []
+    for look in (lambda w: gpt.Lookup.apply(w, idx), lambda w: F.embedding(idx, w)):
+        w = nn.Parameter(torch.arange(40.0).view(10, 4))
+        for _ in range(2):  # passes; the head may be the same matrix
+            ((look(w) * pull).sum() + w.square().sum()).backward()
+        got.append(w.grad)
+    torch.testing.assert_close(*got)
 
 
 @pytest.mark.parametrize("few", [3, 7])
