@@ -548,8 +548,8 @@ def base_runs(home):
         scores = [row["val_bpb"] for row in log if "val_bpb" in row and row["step"] == m["step"]]
         if not scores or m.get("steps") != m["step"]:
             continue  # not finished
-        run = {"bpb": scores[-1], "flops": m["flops"], "tok_per_s": statistics.median(speeds),
-               "name": Path(m["path"]).parent.name}
+        run = {"bpb": scores[-1], "flops": m["flops"], "name": Path(m["path"]).parent.name,
+               "tok_per_s": np.quantile(speeds, 0.9)}  # what else the machine does can only slow steps down
         group, seed = groups.setdefault(tuple((k, m["config"].get(k)) for k in names), {}), m["config"]["seed"]
         if seed in group:
             warn(f"{run['name']} and {group[seed]['name']} have the same knobs and seed: the latter is left out")
@@ -563,8 +563,9 @@ HORIZON = {"num_iterations", "target_flops", "target_param_data_ratio"}
 def compare_base(home):
     """The table: each change beside the run that the others differ from least. -> (Markdown, [(name, FLOPs, bpb)])
 
-    At equal time: what the change would give if its runs were as long, in seconds, as those of the baseline; by the slope of bpb
-    over log time, which runs of the baseline with other horizons tell."""
+    Time per token: by the fastest run of each, since the machine may be slower at one time than at another. At equal time: what the
+    change would give if its runs were as long, in seconds, as those of the baseline; by the slope of bpb over log time, which runs
+    of the baseline with other horizons tell."""
     groups = base_runs(home)
     if not groups:
         fail(f"{home}/base holds no finished run: train some with train_base.py --run_name=NAME")
@@ -584,7 +585,8 @@ def compare_base(home):
             deltas = [runs[seed]["bpb"] - groups[base][seed]["bpb"] for seed in both]
             delta = statistics.fmean(deltas)
             error = f" ± {statistics.stdev(deltas) / len(both) ** 0.5:.4f}" if len(both) > 1 else ""
-            slower = mean(groups[base], "tok_per_s") / mean(runs, "tok_per_s")
+            fastest, fastest_base = (max(r["tok_per_s"] for r in group.values()) for group in (runs, groups[base]))
+            slower = fastest_base / fastest
             cells += [f"{delta:+.4f}{error}", f"{slower:.2f} x",
                       f"{delta - slope * math.log(slower):+.4f}" if slope is not None else ""]
         else:

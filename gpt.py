@@ -59,7 +59,7 @@ class GPTConfig:
 
 # Whole sets of ideas. nano: the best we know, by the README's table. classic: nanochat of October 2025. qwen3: Qwen3's.
 # transformers has the last two, see to_transformers().
-PRESETS = {"nano": {},  # and bigrams, as many as train_base.py says
+PRESETS = {"nano": {},  # train_base.py gives small ones bigrams, and no lambdas
            "classic": dict(mlp="relu2", value_embeds=False, layer_lambdas=False),
            "qwen3": dict(rope_base=1e6, softcap=0.0, value_embeds=False, layer_lambdas=False)}
 LOGITS_AT_ONCE = 2**26  # numbers, of which the loss holds copies of 8 to 10 bytes in all

@@ -19,6 +19,7 @@ tokenizer.meta.json, and tokenizer_config.json, the chat template for transforme
 from common import (Device, auto, command, configure, fail, file_sha256, hub_fetch, hub_files, human, len_cores, need, print0,
                     progress, put_aside, seal, warn, write_atomic)
 
+import atexit
 import bisect
 import codecs
 import contextlib
@@ -1006,7 +1007,16 @@ class RowLoader:
             except BaseException as e:
                 offer((e, None))
 
-        threading.Thread(target=work, daemon=True).start()
+        def end():  # a thread that is still in torch when Python ends would take the process down with it
+            stop.set()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    ready.get_nowait()
+            thread.join(10)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        atexit.register(end)
         try:
             while True:
                 step, self.state = ready.get()
@@ -1014,7 +1024,8 @@ class RowLoader:
                     raise step
                 yield step
         finally:
-            stop.set()
+            atexit.unregister(end)
+            end()
 
     def steps(self, at):
         stream, capacity = self.rows(at), self.T + 1

@@ -42,7 +42,7 @@ value_embeds = None          # token embeddings mixed into the values of every o
 layer_lambdas = None         # learned per-layer mix of the residual stream and the first hidden state
 window = None                # tokens that three layers of four look back at most; 0 = all
 tied = None                  # the head is the embedding
-bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none; nano: 64 * vocabulary, to depth 8
+bigrams = None               # rows of a table of embeddings for pairs of tokens; 0 = none; nano: 64 * vocabulary, below depth 8
 # horizon: the first of these that is not 0 counts
 num_iterations = 0           # optimizer steps
 target_flops = 0.0           # training FLOPs
@@ -112,8 +112,8 @@ if preset not in PRESETS:
 fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
 ideas = PRESETS[preset] | {k: parse_knob(k, str(v), fields[k]) for k, v in config.items() if k in fields and v is not None}
 vocab_size = plan_vocab if plan else tok.vocab_size
-if preset == "nano" and bigrams is None:  # what a small model has no room for in its layers; not tried on larger ones
-    ideas["bigrams"] = min(2**17, 64 * vocab_size) if depth <= 8 else 0
+if preset == "nano" and depth < 8:  # a small model has no room in its layers for what pairs of tokens tell; and too few for lambdas
+    ideas = {"bigrams": min(2**17, 64 * vocab_size), "layer_lambdas": False} | ideas
 ideas |= dict(vocab_size=vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
               n_head=heads, n_kv_head=n_kv_head or heads)
 if ideas.get("mlp", "swiglu") not in ("relu2", "swiglu"):
