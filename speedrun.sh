@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a chat: tokenizer, pretraining, mid-training, SFT, RL, evaluation, one question.
 #
-#     bash speedrun.sh                 # no data and no network needed; ten to fifteen minutes on two CPU cores
+#     bash speedrun.sh                 # no data and no network needed; seven to fifteen minutes on two CPU cores
 #
 # Run it again and each stage that is finished is passed over; one that was interrupted goes on from its last checkpoint.
 set -euo pipefail
