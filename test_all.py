@@ -793,6 +793,28 @@ def test_cached_decoding_equals_the_full_forward(kw):
                 torch.testing.assert_close(got[t][b], full[n - 1 + t], atol=2e-5, rtol=1e-4)
 
 
+BUSY = """
+import common, numpy as np, torch
+from tokenizer import RowLoader
+class Tok:
+    bos = 0
+class Dev:
+    rank, world_size = 0, 1
+    def pinned(self, t):
+        for _ in range(20000):  # long enough for Python to end meanwhile
+            torch.where(t > 0, t, -1)
+        return t
+batches = iter(RowLoader(lambda block, epoch: [np.arange(50)] * 9, 1, 8, 4, Tok(), Dev(), split=True))
+next(batches)
+print("taken")
+"""
+
+
+def test_python_can_end_while_the_loader_is_busy():
+    done = subprocess.run([sys.executable, "-c", BUSY], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "taken" in done.stdout, done.stderr
+
+
 def test_a_lookup_adds_its_gradient_to_what_is_there():
     idx, pull, got = torch.tensor([[1, 4, 1], [9, 1, 0]]), torch.randn(2, 3, 4), []
     for look in (lambda w: gpt.Lookup.apply(w, idx), lambda w: F.embedding(idx, w)):

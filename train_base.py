@@ -112,7 +112,7 @@ if preset not in PRESETS:
 fields = {f.name: f.default for f in dataclasses.fields(GPTConfig)}
 ideas = PRESETS[preset] | {k: parse_knob(k, str(v), fields[k]) for k, v in config.items() if k in fields and v is not None}
 vocab_size = plan_vocab if plan else tok.vocab_size
-if preset == "nano" and depth < 8:  # a small model has no room in its layers for what pairs of tokens tell; and too few for lambdas
+if preset == "nano" and depth < 8:  # few layers: no room for what pairs of tokens tell, no use for lambdas
     ideas = {"bigrams": min(2**17, 64 * vocab_size), "layer_lambdas": False} | ideas
 ideas |= dict(vocab_size=vocab_size, max_seq_len=max_seq_len, n_layer=depth, n_embd=width,
               n_head=heads, n_kv_head=n_kv_head or heads)
