@@ -190,12 +190,12 @@ def stopped(kind, value, traceback):
 sys.excepthook = stopped
 
 
-def need(module, why):
-    """Import an optional dependency, or say how to get it. `module` is the name on PyPI and in Python."""
+def need(module, why, package=""):
+    """Import an optional dependency, or say how to get it. package: its name on PyPI, where that is another."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        fail(f"{why} needs {module}: pip install {module}")
+        fail(f"{why} needs {package or module}: pip install {package or module}")
 
 
 def progress(iterable=None, total=None, desc="", unit="it", initial=0):
@@ -359,6 +359,15 @@ class Device:
             with Watchdog.waiting():
                 dist.all_reduce(value)
         return value
+
+    def gather(self, items):
+        """The lists of all ranks, of whatever can be pickled, one after another, on every rank."""
+        if self.world_size == 1:
+            return items
+        lists = [None] * self.world_size
+        with Watchdog.waiting():
+            dist.all_gather_object(lists, items)
+        return [item for part in lists for item in part]
 
     def barrier(self):
         self.sum(0)
@@ -1033,8 +1042,8 @@ def load_weights(meta, name):
 
 # Knobs that may differ when a run is taken up again: where and how it computes, not what.
 FREE_KNOBS = {"device_type", "dtype", "compile", "optimizer", "activation_checkpointing", "device_batch_size", "out_dir",
-              "eval_every", "sample_every", "save_every", "resume", "run", "bench", "eval_tokens", "eval_problems", "timeout_min",
-              "profile", "debug_npu", "plan", "plan_device", "plan_ranks", "plan_vocab"}
+              "eval_every", "sample_every", "save_every", "resume", "run", "bench", "eval_tokens", "eval_problems", "eval_tasks",
+              "timeout_min", "profile", "debug_npu", "plan", "plan_device", "plan_ranks", "plan_vocab"}
 
 
 @decided_by_main
@@ -1187,11 +1196,11 @@ def hub_get(endpoint, path, start=0):
                    wait=min(60, int(wait)) if busy and wait.isdecimal() else 0)
 
 
-def hub_persist(step, tries=10):
-    """Call step(endpoint) for the endpoints in turn until one returns; again, with pauses, until `tries` rounds in a row came
-    no further. -> what it returned; HubError when that was nothing"""
+def hub_persist(step, tries=10, more=()):
+    """Call step(endpoint) for the endpoints, and `more`, in turn until one returns; again, with pauses, until `tries` rounds in a
+    row came no further. -> what it returned; HubError when that was nothing"""
     why, refused, vain, pause = {}, set(), 0, 0
-    while vain < tries and (left := [e for e in hub_endpoints() if e not in refused and MISSED.get(e, 0) < 2]):
+    while vain < tries and (left := [e for e in (*hub_endpoints(), *more) if e not in refused and MISSED.get(e, 0) < 2]):
         time.sleep(pause)
         vain, pause = vain + 1, min(8, 0.1 * 2**vain) * random.uniform(0.5, 1.5)  # seconds
         for endpoint in left:
@@ -1203,7 +1212,7 @@ def hub_persist(step, tries=10):
                 if e.further:
                     vain, pause = 0, random.uniform(0, 0.1)
                     break
-    raise HubError("; ".join(f"{e}: {why.get(e, 'cannot be reached')}" for e in hub_endpoints()))
+    raise HubError("; ".join(f"{e}: {why.get(e, 'cannot be reached')}" for e in (*hub_endpoints(), *more)))
 
 
 def hub_facts(r):
@@ -1215,8 +1224,8 @@ def hub_facts(r):
     return size and int(size[0]), sha256 and sha256[1]
 
 
-def download(path, final, size=None, sha256=None):
-    """Download what endpoints have at `path` to the file `final`, unless it is there. -> Path
+def download(path, final, size=None, sha256=None, more=()):
+    """Download what endpoints, or the hosts in `more`, have at `path` to the file `final`, unless it is there. -> Path
 
     size (bytes) and sha256 are what is known; the server is asked for the rest. Goes on from a half download (.part), renames
     what is whole and right. No two processes may download the same file at once."""
@@ -1264,7 +1273,7 @@ def download(path, final, size=None, sha256=None):
         part.parent.mkdir(parents=True, exist_ok=True)
         best = part.stat().st_size if part.exists() else 0
         with progress(total=size or math.inf, desc=final.name, unit="B", initial=best) as bar:
-            hub_persist(step)
+            hub_persist(step, more=more)
     except HubError as e:
         fail(f"{final} cannot be downloaded ({e}); run again to go on, or name another mirror in HF_ENDPOINT")
     except OSError as e:  # the disk is full, say

@@ -238,8 +238,8 @@ class GPT(nn.Module):
         self.squash = torch.compile(tile_softmax, dynamic=False)
         self.compiled = True
 
-    def forward(self, idx, targets=None, weights=None, reduction="sum", cache=None, last=None):
-        """idx: (B, T) tokens -> logits (B, T, V) in fp32; with `last` (B,) only at that position of each row: (B, V).
+    def forward(self, idx, targets=None, weights=None, reduction="sum", cache=None, at=None):
+        """idx: (B, T) tokens -> logits (B, T, V) in fp32; with at=(rows, positions), two lists of N, only there: (N, V).
 
         With targets (B, T), -1 = not scored: the summed cross-entropy in nats, each token's times its weight where weights
         (B, T) are given; reduction="none", without gradients: per token (B, T).
@@ -271,7 +271,7 @@ class GPT(nn.Module):
                 x = run(*inputs, cache)
         x = norm(x)
         if targets is None:
-            return self.logits(x if last is None else x[torch.arange(B, device=x.device), last])
+            return self.logits(x if at is None else x[at])
         weights = None if weights is None else weights.expand(B, T).reshape(-1)
         loss = CrossEntropy.apply(x.reshape(B * T, -1), self.head_weight, targets.reshape(-1), weights, config.softcap,
                                   reduction, self.squash if training else tile_softmax)
@@ -617,7 +617,7 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
     padded = torch.tensor([p + [0] * (longest - len(p)) for p in prompts], device=dev.device)  # on the right: never looked at
     lengths = [len(p) for p in prompts]
     with dev.autocast():
-        logits = model(padded, cache=cache, last=torch.tensor(lengths, device=dev.device) - 1)  # (prompts, V)
+        logits = model(padded, cache=cache, at=(list(range(len(prompts))), [n - 1 for n in lengths]))  # (prompts, V)
     cache.advance(lengths)
     rows = [Row(i, min(max_new_tokens, limit - lengths[i // num_samples])) for i in range(len(prompts) * num_samples)]
     chosen = [i // num_samples for i in range(len(rows))]  # one prefill serves all samples of a prompt
@@ -645,7 +645,7 @@ def generate(model, tok, prompts, dev, num_samples=1, max_new_tokens=256, temper
             return
         step = torch.tensor(sampled, device=dev.device)[:, None]
         with dev.autocast():
-            logits = model(step, cache=cache, last=torch.zeros(len(rows), dtype=torch.long, device=dev.device))
+            logits = model(step, cache=cache)[:, 0]
         cache.advance([1] * len(rows))
 
 

@@ -11,9 +11,12 @@ form), else against an invariant (cached decoding equals the full forward, N ran
 
 import common  # noqa: F401  (first, as in every script)
 
+import contextlib
 import hashlib
 import http.server
 import importlib.util
+import io
+import itertools
 import json
 import math
 import os
@@ -22,11 +25,16 @@ import re
 import shlex
 import shutil
 import signal
+import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unicodedata
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -718,6 +726,37 @@ def test_only_the_assistant_is_scored_in_sft_and_everyone_in_mid(tok, tmp_path):
         assert tokens == len(ids)
 
 
+@pytest.mark.parametrize("case", ["nothing", "one token", "a conversation longer than the row", "several"])
+def test_the_sft_loss_is_a_mean_over_the_assistants_tokens(tok, tmp_path, case):
+    """Against a loop over tokens; T = 64. Micro-batches of different numbers of supervised tokens just add up."""
+    say = lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}  # noqa: E731
+    talks = {"a conversation longer than the row": [say("why? " * 60, "because " * 60)],
+             "several": [say("2?", "3"), say("why?", "x" * 90)]}
+    blocks, n_blocks, _ = conversation_blocks(talks.get(case, [say("2?", "3")]), tok, tmp_path, CPU, 65, every_token=False)
+    inputs, targets = next(iter(RowLoader(blocks, n_blocks, 64, 3, tok, CPU, split=False)))
+    if case == "nothing":
+        targets = torch.full_like(targets, -1)
+    elif case == "one token":
+        kept = (targets >= 0).nonzero()[0].tolist()
+        targets = torch.full_like(targets, -1).index_put_(tuple(torch.tensor([i]) for i in kept), targets[kept[0], kept[1]])
+    scored = int((targets >= 0).sum())
+    assert scored == {"nothing": 0, "one token": 1}.get(case, scored) and (scored > 20 or case in ("nothing", "one token"))
+    model = tiny(tok.vocab_size, max_seq_len=64)
+    for rows, wanted in zip(inputs.split(2), targets.split(2)):  # as a script does, two rows at a time
+        (model(rows, wanted) / max(1, scored)).backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    terms = [-model(inputs[r : r + 1, : t + 1])[0, -1].log_softmax(-1)[targets[r, t]] for r, t in (targets >= 0).nonzero().tolist()]
+    mean = torch.stack(terms).mean() if terms else sum(p.sum() for p in model.parameters()) * 0
+    mean.backward()
+    for n, p in model.named_parameters():
+        theirs = torch.zeros_like(p) if p.grad is None else p.grad
+        assert torch.isfinite(ours[n]).all() and torch.allclose(ours[n], theirs, atol=1e-5), n
+    x = torch.randn(len(targets.flatten()), 32, requires_grad=True)
+    gpt.CrossEntropy.apply(x, model.head_weight, targets.flatten(), None, 15.0, "sum", gpt.tile_softmax).backward()
+    assert ((x.grad != 0).any(1) == (targets.flatten() >= 0)).all(), "where the user speaks nothing is pulled at"
+
+
 def test_rows_are_full_and_little_is_cropped(tok, tmp_path, capsys):
     many = [{"messages": [{"role": "user", "content": "x" * (i % 200)}, {"role": "assistant", "content": f"{i} " * (i * i % 70)}]}
             for i in range(3000)]
@@ -782,7 +821,7 @@ def test_cached_decoding_equals_the_full_forward(kw):
     cache = KVCache(model.config, 3, 32, torch.device("cpu"), torch.float32)
     with torch.inference_mode():
         prompt = torch.tensor([r[:n] + [0] * (17 - n) for r, n in zip(rows, lengths)])
-        got = [model(prompt, cache=cache, last=torch.tensor(lengths) - 1)]
+        got = [model(prompt, cache=cache, at=(list(range(len(lengths))), [n - 1 for n in lengths]))]
         cache.advance(lengths)
         for t in range(5):
             got.append(model(torch.tensor([[r[n + t]] for r, n in zip(rows, lengths)]), cache=cache)[:, 0])
@@ -1165,23 +1204,447 @@ def test_choice_prompts_hold_the_answer_as_a_token(tok):
         assert all(tok.encode(letter)[0] in ids for letter in c["letters"])
 
 
+def task_of(cls, row, path=""):
+    """A hub task with one row, without its files."""
+    task = cls.__new__(cls)
+    task.conversations = evaluation.sound(cls.name, [(path, 0, row)], task.convert)
+    return task
+
+
+def said(conversation):
+    """What a reader sees of the answer."""
+    return "".join(p["text"] for p in conversation["messages"][-1]["content"] if p["type"] == "text")
+
+
 def test_gsm8k_reference_answers_become_tool_calls():
-    task = evaluation.GSM8K.__new__(evaluation.GSM8K)
-    task.rows = [{"question": "q", "answer": "He has 3*4=<<3*4=12>>12 apples.\n#### 1,012"}]
+    task = task_of(evaluation.GSM8K, {"question": "q", "answer": "He has 3*4=<<3*4=12>>12 apples.\n#### 1,012"})
     parts = task[0]["messages"][1]["content"]
-    assert (
-        [p["type"] for p in parts] == ["text", "python", "python_output", "text"]
-        and parts[1]["text"] == "3*4"
-        and task[0]["answer"] == 1012
-    )
-    assert [task.grade(task[0], a) for a in ("so #### 1,012", "#### 1012.", "#### 1012.0", "1012", "#### 12", "#### ")] == [
-        1,
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
+    assert [p["type"] for p in parts] == ["text", "python", "python_output", "text"]
+    assert parts[1]["text"] == "3*4" and task[0]["answer"] == 1012 and said(task[0]).endswith("#### 1,012")
+
+
+RIGHT = {  # ways to write them
+    18: "18|18.|18.0|18.00|$18|$18.00|18 dollars|18 apples.|+18|**18**|`18`|\\boxed{18}|(18)|18%|€18|£ 18|¥18|１８|x = 18|6*3=18|"
+        "= 18|the answer is 18|"
+        "18,|18;|18!|18\n|18 (eighteen)|18/|18-inch|is $18.",
+    1234: "1,234|1234|$1,234|1,234.0|$1,234.00|1 234".rsplit("|", 1)[0],
+    -5: "-5|-5.0|\u22125|-$5|$-5|- 5",
+    0.5: ".5|0.5|0.50|$0.50",
+    1234567.5: "1,234,567.5|$1,234,567.50",
+}
+WRONG = {
+    18: "19|118|180|1.8|-18|18.5|0.18|eighteen||.|$|18,5|1,8|18,00|1,800|18/2|36/2 and 9|1/18|8|81|18000|017|-18.0|\u221218|18=19|"
+        "18 = 20|no|##|18.01|1818|017.9",
+}
+
+
+@pytest.mark.parametrize("wanted, answers, right", [(n, a.split("|"), 1) for n, a in RIGHT.items()]
+                         + [(n, a.split("|"), 0) for n, a in WRONG.items()])
+def test_a_final_number_is_read_as_a_person_would(wanted, answers, right):
+    task = task_of(evaluation.GSM8K, {"question": "q", "answer": f"so\n#### {wanted}"})
+    for a in answers:
+        assert task.grade(task[0], f"20 - 2 <= 99, #### 7, no:\n#### {a}") == right, a
+    assert task.grade(task[0], f"The answer is {wanted}") == 0, "without the mark"
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no shared/data beside this checkout")
+def test_every_reference_answer_is_right(tmp_path):
+    for name, folder in (("gsm8k", "openai"), ("humaneval", "openai")):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        if not (tmp_path / "data" / folder).exists():
+            (tmp_path / "data" / folder).symlink_to(SHARED / "hub" / "datasets" / folder)
+        task = evaluation.make_task(name, "test", None if name == "gsm8k" else 10, tmp_path)
+        assert len(task) == {"gsm8k": 1019, "humaneval": 10}[name]
+        assert all(task.grade(c, said(c)) == 1 for c in task.conversations)
+        assert not any(task.grade(c, "") for c in task.conversations[:5])
+
+
+def test_a_program_is_the_answers_code_block_or_its_body():
+    row = {"prompt": "from math import pi\n\ndef area(r):\n    \"\"\"of a circle\"\"\"\n", "entry_point": "area",
+           "canonical_solution": "    return pi * r * r\n", "test": "def check(f):\n    assert round(f(2)) == 13\n"}
+    task = task_of(evaluation.HumanEval, row)
+    whole = row["prompt"] + row["canonical_solution"]
+    for answer in (whole, row["canonical_solution"], "def area(r):\n    return pi * r * r", f"Here:\n```python\n{whole}```\nDone.",
+                   f"```\n{whole}", "def help(r):\n    return r\n\ndef area(r):\n    return pi * help(r) ** 2"):
+        assert task.grade(task[0], answer) == 1, answer
+    for answer in ("", "    return r", "I do not know.", "```python\nprint(1)\n```", "import sys\nsys.exit(0)",
+                   "    return 13 / 0"):
+        assert task.grade(task[0], answer) == 0, answer
+
+
+def test_broken_rows_are_named_and_a_wrong_schema_is_one_sentence(tmp_path, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def put(repo, path, rows):
+        place = tmp_path / "data" / repo / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), place)
+
+    row = {"question": "q", "choices": list("abcd"), "answer": 2, "subject": ""}
+    put("cais/mmlu", "all/test-00000-of-00001.parquet",
+        [row, row | {"answer": 4}, row | {"answer": -1}, row | {"choices": None}, row | {"question": None}, row])
+    task = evaluation.make_task("mmlu", "test", None, tmp_path)
+    out = capsys.readouterr().out
+    assert len(task) == 2 and "4 broken rows are left out" in out and "all/test-00000-of-00001.parquet row " in out
+    put("openai/gsm8k", "main/test-00000-of-00001.parquet", [{"problem": "1 + 1", "solution": "2"}] * 3)
+    with pytest.raises(SystemExit):
+        evaluation.make_task("gsm8k", "test", None, tmp_path)
+    assert "not one of 3 rows can be used" in capsys.readouterr().err
+    (tmp_path / "data/openai/gsm8k/main/test-00000-of-00001.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(SystemExit):
+        evaluation.make_task("gsm8k", "test", None, tmp_path)
+    assert "delete it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluation.make_task("ceval", "train", None, tmp_path)
+    assert "evaluation only" in capsys.readouterr().err
+    say = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
+    for part in range(2):
+        put("org/own", f"data/train-0000{part}-of-00002.parquet", [say] * 3)
+    assert len(evaluation.make_task("org/own", "train", None, tmp_path)) == 6
+    place = tmp_path / "data/haonan-li/cmmlu/cmmlu_v1_0_1.zip"
+    place.parent.mkdir(parents=True)
+    with zipfile.ZipFile(place, "w") as archive:
+        archive.writestr("test/law.csv", ",Question,A,B,C,D,Answer\n0,\"问题，\n两行？\",甲,乙,丙,丁,B\n1,x,1,2,3,4,E\n")
+        archive.writestr("dev/law.csv", ",Question,A,B,C,D,Answer\n0,不用,甲,乙,丙,丁,B\n")
+    [c] = evaluation.make_task("cmmlu", "test", None, tmp_path).conversations
+    assert c["answer"] == "B" and "- 乙=B" in c["messages"][0]["content"] and "两行" in c["messages"][0]["content"]
+    assert "1 broken rows" in capsys.readouterr().out
+
+
+def test_mixtures_by_repetition_and_by_number(tmp_path, capsys):
+    lines = [json.dumps([{"role": "user", "content": str(i)}, {"role": "assistant", "content": "!"}]) for i in range(10)]
+    (tmp_path / "my.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    mine = f"{tmp_path}/my.jsonl"
+    mix = evaluation.make_mixture(f"{mine}*3,choice:7, arithmetic*0.01", 0, tmp_path, CPU, 1)
+    texts = [mix[i]["messages"][0]["content"] for i in range(len(mix))]
+    assert len(mix) == 30 + 7 + 80 and all(texts.count(str(i)) == 3 for i in range(10))
+    again = evaluation.make_mixture(f"{mine}*3,choice:7,arithmetic*0.01", 0, tmp_path, CPU, 1)
+    assert [c["messages"] for c in mix] == [c["messages"] for c in again]
+    assert abs(len(evaluation.make_mixture("all", 100, tmp_path, CPU, 1)) - 100) <= 5 and "choice" in capsys.readouterr().out
+    assert evaluation.gradable(f"{mine},all*0.1,smoltalk,org/own") == ",".join(evaluation.RULE_TASKS)
+    for names in ("gsm9k", "choice*x", "choice**2"):
+        with pytest.raises(SystemExit):
+            evaluation.parse_tasks(names)
+    with pytest.raises(SystemExit):
+        evaluation.make_tasks("smoltalk", "test", tmp_path, CPU)
+    assert "no right answers" in capsys.readouterr().err
+
+
+JUNK = st.recursive(st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=True) | st.text(max_size=8)
+                    | st.sampled_from(["user", "assistant", "system", "text", "python", "\ud800"]),
+                    lambda x: st.lists(x, max_size=4) | st.dictionaries(
+                        st.sampled_from(["messages", "role", "content", "type", "text"]), x), max_leaves=12)
+ROLE = st.sampled_from(["user", "assistant", "system"])
+MESSAGE = st.fixed_dictionaries({"role": ROLE | JUNK, "content": st.text(max_size=20) | JUNK})
+LINE = st.one_of(
+    st.lists(st.text(max_size=20), min_size=2, max_size=4).map(lambda texts: json.dumps(
+        {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]}).encode()),
+    (JUNK | st.lists(MESSAGE, max_size=4) | st.fixed_dictionaries({"messages": st.lists(MESSAGE, max_size=4) | JUNK})).map(
+        lambda x: json.dumps(x).encode()),
+    st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")),
+    st.just(b"[" * 5000))
+
+
+@slow
+@settings(max_examples=2000, deadline=None)
+@given(lines=st.lists(LINE, max_size=3))
+def test_conversations_from_a_file_never_crash_and_none_is_dropped_in_silence(tok, lines):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "my.jsonl").write_bytes(b"\n".join(lines))
+        said, kept, filled = io.StringIO(), 0, sum(bool(line.strip()) for line in lines)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                task = evaluation.CustomJSON(f"{folder}/my.jsonl")
+                kept = len(task)
+                rows = tok.render_batch([task[i] for i in range(kept)], 65)
+                tokenizer_module.hash_texts(json.dumps(task[i]["messages"], ensure_ascii=False) for i in range(kept))
+            except SystemExit:
+                assert f"not one of {filled} rows can be used" in said.getvalue()
+                return
+        broken = re.search(r"(\d+) broken rows are left out", said.getvalue())
+        assert kept + int(broken[1] if broken else 0) == filled and kept == len(rows)
+
+
+# Programs that mean harm. Those that try something forbidden say "got through" if it worked. SECRET: a file of ours, FOLDER: one
+# of ours that all may write to, PORT: where we listen, PARENT: our process.
+TRIES = "try:\n    {}\n    print('got through')\nexcept BaseException as e:\n    print(type(e).__name__)"
+FORBIDDEN = [
+    "open('SECRET').read()",
+    "open('SECRET', 'w').write('x')",
+    "os.remove('SECRET')",
+    "os.rename('SECRET', '/tmp/x')",
+    "os.chmod('SECRET', 0)",
+    "open('FOLDER/new', 'w').write('x')",
+    "os.mkdir('FOLDER/new')",
+    "os.symlink('SECRET', '/tmp/l'); open('/tmp/l').read()",
+    "os.link('SECRET', '/tmp/h')",
+    "open('/tmp/../SECRET').read()",
+    "os.chdir('../../../../..'); open('SECRET'.lstrip('/')).read()",
+    "open('/proc/self/root/SECRET').read()",
+    "open('/proc/1/root/SECRET').read()",
+    "open('/proc/PARENT/environ').read()",
+    "open('/proc/1/environ', 'rb').read().index(b'OMP_NUM_THREADS')",
+    "open('/old/SECRET').read()",
+    "os.listdir('/old/home')",
+    "open('/etc/passwd').read()",
+    "open('/etc/shadow').read()",
+    "os.listdir('/root/.ssh')",
+    "os.listdir('/home').index(0)",
+    "open(sys.executable, 'ab').write(b'x')",
+    "open('/usr/x', 'w').write('x')",
+    "open(os.__file__, 'a').write('x')",
+    "open('/x', 'w').write('x')",
+    "open('/dev/mem', 'rb').read(1)",
+    "open('/dev/sda', 'rb').read(1)",
+    "os.mknod('/tmp/d', 0o60666, os.makedev(8, 0)); open('/tmp/d', 'rb').read(1)",
+    "subprocess.run(['cat', 'SECRET'], check=True)",
+    "subprocess.run('cat SECRET > /tmp/x', shell=True, check=True)",
+    "ctypes.CDLL(None).open(b'SECRET', 0) < 0 and 1 / 0",
+    "ctypes.CDLL(None).open(b'FOLDER/y', 0o102, 0o666) < 0 and 1 / 0",
+    "ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) and 1 / 0",
+    "ctypes.CDLL(None).mount(None, b'/usr', None, 4128, None) and 1 / 0",
+    "ctypes.CDLL(None).unshare(0x10020000) and 1 / 0; ctypes.CDLL(None).mount(None, b'/usr', None, 4128, None) and 1 / 0",
+    "os.chroot('/tmp')",
+    "os.setuid(0); open('/root/.bashrc').read()",
+    "os.setgroups([0]); open('SECRET').read()",
+    "socket.create_connection(('127.0.0.1', PORT), 1)",
+    "socket.create_connection(('1.1.1.1', 53), 1)",
+    "socket.create_connection(('::1', PORT), 1)",
+    "socket.getaddrinfo('pypi.org', 443)",
+    "urllib.request.urlopen('http://127.0.0.1:PORT', timeout=1)",
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53))",
+    "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+    "socket.socket(socket.AF_UNIX).connect('\\0npuchat-PORT')",
+    "socket.socket(socket.AF_UNIX).connect('FOLDER/socket')",
+    "os.kill(PARENT, 9)",
+    "os.kill(PARENT, 0)",
+    "os.killpg(PARENT, 9)",
+    "signal.pidfd_send_signal(os.pidfd_open(PARENT), 9)",
+    "ctypes.CDLL(None).ptrace(16, PARENT, 0, 0) and 1 / 0",
+    "os.setpriority(os.PRIO_PROCESS, PARENT, 19)",
+    "os.environ['HOME'] and os.environ['OMP_NUM_THREADS']",
+    "os.fstat(3)",
+    "resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
+    "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
+    "resource.setrlimit(resource.RLIMIT_CPU, (-1, -1))",
+    "bytearray(10 * 2**30)",
+    "mmap.mmap(-1, 10 * 2**30)",
+    "[open('/tmp/%d' % i, 'wb').write(bytes(10**6)) for i in range(40)]",
+    "open('/tmp/big', 'wb').write(bytes(2**21))",
+    "[os.open('/usr', 0) for i in range(100)]",
+    "[subprocess.Popen(['sleep', '9']) for i in range(40)]",
+    "[threading.Thread(target=time.sleep, args=(9,)).start() for i in range(100)]",
+]
+HARMFUL = [  # what must only end in time
+    "while True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "while True:\n    print('x' * 1000)",
+    "while True:\n    os.write(2, b'x' * 10**6)",
+    "print('x' * 2**30)",
+    "while True: pass",
+    "time.sleep(100)",
+    "x = []\nwhile True: x.append(bytes(10**6))",
+    "9**9**9",
+    "sys.setrecursionlimit(10**9)\nf = lambda: f()\nf()",
+    "re.match('(a*)*b', 'a' * 40)",
+    "ctypes.string_at(0)",
+    "signal.signal(15, signal.SIG_IGN)\nwhile True: pass",
+    "os.close(1), os.close(2)\nwhile True: pass",
+    "threading.Thread(target=lambda: time.sleep(100)).start()",
+    "import atexit\natexit.register(time.sleep, 100)",
+    "os.kill(-1, 9)",
+    "os.kill(1, 9)",
+    "os.killpg(0, 9)",
+    "os.abort()",
+    "sys.stdin.close()\nraise SystemExit(0)",
+    "os._exit(0)",
+    "if not os.fork():\n    os.setsid()\n    if not os.fork():\n        while True: time.sleep(1)\nraise SystemExit",
+    "del sys.modules['os'], __builtins__",
+    "os.execv('/bin/sh', ['sh', '-c', 'while :; do :; done'])",
+    "d = '/tmp'\nwhile True:\n    d += '/d'\n    os.mkdir(d)",
+]
+
+
+@slow
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+@pytest.mark.parametrize("way", ["bwrap", "unshare"])
+def test_nothing_gets_out_of_the_sandbox(tmp_path, way):
+    ways = [s[:2] for s in evaluation.sandboxes(str(tmp_path)) if way in s[0]]
+    if not ways or evaluation.run_program("pass", sandbox=ways[0])[0] != "ok":
+        pytest.skip(f"{way} does not work here")
+    folder = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    os.chmod(folder, 0o777)
+    (folder / "secret").write_text("mine")
+    (folder / "secret").chmod(0o666)
+    sleeper = subprocess.Popen(["sleep", "300"])  # a process of ours beside
+    server, local, hidden = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    port = server.getsockname()[1]
+    local.bind(f"{folder}/socket"), hidden.bind(f"\0npuchat-{port}")
+    for s in (server, local, hidden):
+        s.listen()
+        s.settimeout(0)
+    (folder / "socket").chmod(0o777)
+    imports = "import ctypes, mmap, os, re, resource, signal, socket, subprocess, sys, threading, time, urllib.request\n"
+
+    def attempt(code, sandbox=ways[0]):
+        for name, value in (("SECRET", folder / "secret"), ("FOLDER", folder), ("PORT", port), ("PARENT", sleeper.pid)):
+            code = code.replace(name, str(value))
+        before = time.monotonic()
+        return code, *evaluation.run_program(imports + code, seconds=2, sandbox=sandbox), time.monotonic() - before
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(attempt, [TRIES.format(t) for t in FORBIDDEN] + HARMFUL))
+        assert len(results) >= 60
+        for code, status, output, seconds in results:
+            assert "got through" not in output and "mine" not in output, (code, status, output)
+            assert seconds < 4, (code, status, seconds)
+            assert status != "ok" or code not in HARMFUL or not re.search(r"while|exit\(0|SystemExit|2\*\*", code), (code, status)
+        plain = [attempt(TRIES.format(FORBIDDEN[i]), ([], False))[2] for i in (0, 5)]
+        assert all("got through" in output for output in plain), "and outside of it that works"
+        (folder / "new").unlink()
+        assert (folder / "secret").read_text() == "mine" and sorted(os.listdir(folder)) == ["secret", "socket"]
+        assert sleeper.poll() is None and os.getpriority(os.PRIO_PROCESS, sleeper.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        for s in (server, local, hidden):
+            with pytest.raises(BlockingIOError):
+                s.accept()
+        time.sleep(0.3)
+        mine = [c for c in Path("/proc").glob("[0-9]*/cmdline") if b"import os, resource as r" in read_bytes(c)]
+        assert not mine, "something still runs"
+        assert evaluation.run_program("print(1 + 1)", sandbox=ways[0]) == ("ok", "2\n")
+    finally:
+        sleeper.kill()
+        shutil.rmtree(folder)
+
+
+def read_bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # the process is gone
+        return b""
+
+
+def test_what_became_of_a_program(tmp_path):
+    assert evaluation.run_program("print('hi')") == ("ok", "hi\n")
+    assert evaluation.run_program("import sys\nprint('a')\nsys.exit(0)")[0] == "error", "it did not come to its end"
+    status, output = evaluation.run_program("assert 1 == 2, 'no'")
+    assert status == "error" and "AssertionError: no" in output
+    assert evaluation.run_program("while True: pass", seconds=1)[0] == "timeout"
+    status, output = evaluation.run_program("print('x' * 10**6)", output=100)
+    assert status == "output" and len(output) == 100
+    with ThreadPoolExecutor(4) as pool:  # from any thread
+        assert list(pool.map(evaluation.run_program, ["print(1)", "1 / 0"] * 3)) [0] == ("ok", "1\n")
+
+
+def test_pass_at_k_is_unbiased():
+    for n, c in ((5, 0), (5, 2), (5, 5), (8, 3)):
+        tries = [1] * c + [0] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(tries, k))
+            assert abs(evaluation.pass_at_k(n, c, k) - sum(map(any, subsets)) / len(subsets)) < 1e-12
+
+
+def test_an_evaluation_keeps_every_answer_and_its_budget(tok, tmp_path):
+    model = tiny(tok.vocab_size, max_seq_len=256).eval()
+    task = evaluation.Arithmetic("test", 40)
+    r = evaluation.evaluate_task(model, tok, CPU, task, limit=12, max_new_tokens=4, num_samples=4, folder=tmp_path)
+    items = [json.loads(line) for line in (tmp_path / "arithmetic.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [x["i"] for x in items] == list(range(12)) and all(len(x["answers"]) == 4 for x in items)
+    assert r["n"] == 12 and r["pass@k"].keys() == {1, 2, 4} and items[3]["question"] == task[3]["messages"][0]["content"]
+    short = tiny(tok.vocab_size, max_seq_len=8).eval()
+    assert evaluation.evaluate_task(short, tok, CPU, task, limit=3) == {"acc": 0.0, "n": 3, "stderr": 0.0}, "too long: wrong"
+    assert evaluation.evaluate_task(model, tok, CPU, task, deadline=0)["n"] == 0
+    tasks = [task, evaluation.Choice("test", 3000)]
+    results = evaluation.evaluate_chat(model, tok, CPU, tasks, minutes=0.02, limit=3000, max_new_tokens=2, B=2)
+    assert 0 < results["choice"]["n"] < 3000
+
+
+def reference_core(model, tok, task, i):
+    """Whether item i is answered rightly: one sequence at a time, all of its logits."""
+    rows, d, T = task["rows"], task["delimiter"], model.config.max_seq_len
+    others = [row for j, row in enumerate(rows) if j != i]
+    shots, item = random.Random(1234 + i).sample(others, task["shots"]), rows[i]
+    encode = lambda text: [tok.bos, *tok.encode(text)]  # noqa: E731
+
+    def log_probs(ids, start):
+        with torch.no_grad():
+            p = model(torch.tensor([ids]))[0].log_softmax(-1)
+        return [(float(p[t - 1, ids[t]]), int(p[t - 1].argmax()) == ids[t]) for t in range(start, len(ids))]
+
+    if task["kind"] == "language_modeling":
+        before = "".join(f"{s['context'].strip()}{d}{s['continuation']}\n\n" for s in shots) + item["context"].strip() + d
+        ids, start = encode(before + item["continuation"]), len(encode(before.strip()))
+        assert ids[:start] == encode(before.strip())
+        cut = max(0, len(ids) - T)
+        return all(hit for _, hit in log_probs(ids[cut:], start - cut))
+    if task["kind"] == "schema":
+        before = "".join(f"{s['context_options'][s['gold']]}{d}{s['continuation']}\n\n" for s in shots)
+        all_ids = [encode(f"{before}{o}{d}{item['continuation']}") for o in item["context_options"]]
+        same = next(n for n in itertools.count() if len({ids[-1 - n] for ids in all_ids}) > 1)
+        starts = [len(ids) - same for ids in all_ids]
+    else:
+        before = "".join(f"{s['query']}{d}{s['choices'][s['gold']]}\n\n" for s in shots)
+        all_ids = [encode(f"{before}{item['query']}{d}{choice}") for choice in item["choices"]]
+        starts = [next(n for n in itertools.count() if len({ids[n] for ids in all_ids}) > 1)] * len(all_ids)
+    cut = max(0, max(map(len, all_ids)) - T)
+    means = [statistics.fmean(-p for p, _ in log_probs(ids[cut:], start - cut)) for ids, start in zip(all_ids, starts)]
+    return means.index(min(means)) == item["gold"]
+
+
+def compare_core(model, tok, tasks, folder):
+    """-> seconds of the reference, seconds of evaluate_core; every item must agree"""
+    t0 = time.perf_counter()
+    wanted = {t["label"]: [reference_core(model, tok, t, i) for i in range(len(t["rows"]))] for t in tasks}
+    t1 = time.perf_counter()
+    result = evaluation.evaluate_core(model, tok, CPU, tasks, folder)
+    t2 = time.perf_counter()
+    for t in tasks:
+        items = [json.loads(line) for line in (folder / f"core_{t['label']}.jsonl").read_text().splitlines()]
+        assert [bool(x["score"]) for x in items] == wanted[t["label"]], t["label"]
+        acc = statistics.fmean(wanted[t["label"]])
+        assert abs(result["core_tasks"][t["label"]]["centred"] - (acc - t["baseline"]) / (1 - t["baseline"])) < 1e-3
+    return t1 - t0, t2 - t1
+
+
+def test_core_is_what_one_item_at_a_time_gives(tok, tmp_path):
+    """On a bundle made here: three kinds, with and without examples, delimiters, contexts longer than the model's."""
+    pytest.importorskip("yaml")
+    rng, words = random.Random(0), evaluation.word_list()
+    text = lambda n: " ".join(rng.choices(words, k=n))  # noqa: E731
+    make = {"multiple_choice": lambda n: {"query": text(n), "gold": rng.randrange(4),
+                                          "choices": [text(rng.randint(1, 5)) for _ in range(4)]},
+            "schema": lambda n: {"context_options": [f"{text(n)} {w}" for w in rng.sample(words, 2)], "continuation": text(4),
+                                 "gold": rng.randrange(2)},
+            "language_modeling": lambda n: {"context": text(n) + " ", "continuation": rng.choice(words)}}
+    labels, folder = {}, tmp_path / "data" / "eval_bundle"
+    (folder / "eval_data").mkdir(parents=True)
+    for kind in make:
+        for shots, delimiter in ((0, None), (2, "\nAnswer: "), (5, " = ")):
+            name, more = f"{kind}_{shots}", {"continuation_delimiter": delimiter} if delimiter else {}
+            label = labels[name] = dict(label=name, dataset_uri=f"{name}.jsonl", num_fewshot=[shots], icl_task_type=kind, **more)
+            rows = [json.dumps(make[kind](rng.randint(2, 12))) for _ in range(100)]
+            (folder / "eval_data" / label["dataset_uri"]).write_text("\n".join(rows))
+    labels["gone"] = dict(label="gone", dataset_uri="gone.jsonl", num_fewshot=[0], icl_task_type="schema")
+    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": list(labels.values())}))  # JSON is YAML
+    (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n" + "".join(f"{label},25\n" for label in labels))
+    tasks = evaluation.core_tasks(tmp_path)
+    assert len(tasks) == 9 and {t["delimiter"] for t in tasks} == {" ", "\nAnswer: ", " = "}
+    model = tiny(tok.vocab_size, max_seq_len=96, bigrams=50).eval()
+    compare_core(model, tok, tasks, tmp_path)
+    assert evaluation.core_name(evaluation.evaluate_core(model, tok, CPU, tasks[:1])) == "CORE over 1 of 22 tasks"
+
+
+@slow
+@pytest.mark.skipif(not SHARED.exists(), reason="no shared/data beside this checkout")
+def test_core_on_real_tasks(tok, tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "eval_bundle.zip").symlink_to(SHARED / "eval_bundle.zip")
+    model = tiny(tok.vocab_size, max_seq_len=256, n_layer=2, n_embd=64).eval()
+    tasks = [t | {"rows": t["rows"][:25]} for t in evaluation.core_tasks(tmp_path, 25)]
+    assert len(tasks) == 17
+    slow_way, fast_way = compare_core(model, tok, tasks, tmp_path)
+    print(f"CORE, one item at a time: {slow_way:.1f} s, ours: {fast_way:.1f} s, {slow_way / fast_way:.1f} x")
 
 
 def test_bits_per_byte_of_a_uniform_model(tok):
@@ -1706,6 +2169,28 @@ def test_two_and_three_ranks_give_the_losses_of_one(home, texts):
     assert max(abs(curves[0][s] - c[s]) for c in curves[1:] for s in curves[0]) < 2e-5
     bpb = [common.read_log(home / "base" / f"r{n}" / "log.jsonl")[-1]["val_bpb"] for n in (1, 2, 3)]
     assert max(bpb) - min(bpb) < 1e-4
+
+
+@slow
+def test_two_and_three_ranks_fine_tune_and_evaluate_as_one(home, texts, tmp_path):
+    shutil.copytree(home / "tokenizer", tmp_path / "tokenizer")
+    run("train_base.py", *SMALL, f"--data_dir={texts}", "--num_iterations=4", f"--out_dir={tmp_path}", "--run_name=b")
+    (tmp_path / "my.jsonl").write_text("\n".join(json.dumps(c) for c in conversations(50)), encoding="utf-8")
+    curves, answers = [], []
+    for n in (1, 2, 3):
+        same = ("--dtype=float32", "--device_type=cpu", f"--out_dir={tmp_path}")
+        args = ("--init_from=base", f"--tasks={tmp_path}/my.jsonl,all*0.01", "--eval_problems=7", "--num_iterations=6",
+                "--total_batch_size=1536", "--device_batch_size=2", f"--run_name=r{n}")
+        run("train_sft.py", *args, *same, nproc=n)
+        curves.append(losses(tmp_path, "sft", f"r{n}"))
+        args = ("--source=sft/r1", "--tasks=arithmetic,choice,counting", "--max_problems=10", "--num_samples=2", "--max_new_tokens=6",
+                "--eval_tokens=4096", "--resume=0")
+        answers.append(json.loads(run("eval.py", *args, *same, nproc=n).stdout.splitlines()[-1])["sft"])
+        folder = tmp_path / "sft/r1/eval"
+        answers[-1]["items"] = [(folder / f"{t}.jsonl").read_text(encoding="utf-8") for t in ("arithmetic", "choice")]
+    assert len(curves[0]) == 6 and max(abs(curves[0][s] - c[s]) for c in curves[1:] for s in curves[0]) < 2e-5
+    assert abs(answers[0].pop("val_bpb") - answers[1].pop("val_bpb")) < 2e-4 and answers[2].pop("val_bpb")
+    assert answers[0] == answers[1] == answers[2]
 
 
 @slow

@@ -751,37 +751,26 @@ class Tokenizer:
 
     # --- chat template ---
     def segments(self, conversation):
-        """A conversation as [(special token's id or text, trained)]. Raises ValueError on a malformed one.
-
-        conversation: {"messages": [{"role", "content"}]}, user and assistant in turn, perhaps a system message first. An
-        assistant's content is text or a list of parts {"type": "text" | "python" | "python_output", "text"}.
-        """
+        """A conversation as [(special token's id or text, trained)]. Raises ValueError on a malformed one, see turns()."""
         out = [(self.bos, 0)]
 
         def say(text, trained):
-            if not isinstance(text, str):
-                raise ValueError("a message's content is neither text nor parts with a text")
             if isinstance(out[-1][0], str):  # two parts of text in a row are one text
                 out[-1] = (out[-1][0] + text, trained)
             else:
                 out.append((text, trained))
 
-        for i, (role, content) in enumerate(normalized_messages(conversation)):
-            if role != ("user", "assistant")[i % 2]:
-                raise ValueError(f"message {i} is from {role!r}; users and assistants take turns")
+        for role, parts in turns(conversation):
             if role == "user":
                 out.append((self.user_start, 0))
-                say(content, 0)
+                say(parts[0][1], 0)
                 out.append((self.user_end, 0))
                 continue
             out.append((self.assistant_start, 0))
-            for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-                kind = part["type"]
-                if kind not in PARTS:
-                    raise ValueError(f"message {i} has a part of type {kind!r}; there are {', '.join(PARTS)}")
+            for kind, text in parts:
                 bracket, trained = PARTS[kind]
                 out += [(self.special[f"{bracket}_start"], trained)] if bracket else []
-                say(part["text"], trained)
+                say(text, trained)
                 out += [(self.special[f"{bracket}_end"], trained)] if bracket else []
             out.append((self.assistant_end, 1))
         return out
@@ -800,7 +789,7 @@ class Tokenizer:
         for conversation in conversations:
             try:
                 batch.append(self.segments(conversation))
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 batch.append([])
         encoded = iter(self.encode_batch([text for segments in batch for text in texts_of(segments)]))
         for segments in batch:
@@ -859,14 +848,36 @@ def split_piece(piece, rank, ranks):
     return parts
 
 
-def normalized_messages(conversation):
-    """[(role, content)] with a system message merged into the first user's."""
-    messages = [(m["role"], m["content"]) for m in conversation["messages"]]
-    if messages and messages[0][0] == "system":
-        if len(messages) < 2 or messages[1][0] != "user" or not all(isinstance(content, str) for _, content in messages[:2]):
-            raise ValueError("a system message must be followed by a user's, both of them text")
-        messages[:2] = [("user", messages[0][1] + "\n\n" + messages[1][1])]
-    return messages
+def turns(conversation):
+    """Who says what in a conversation: [(role, [(kind, text), ...])]. Raises ValueError, which says what is wrong with it.
+
+    conversation: {"messages": [{"role", "content"}]}, user and assistant in turn, perhaps a system message first, which becomes
+    the beginning of the first question. An assistant's content is text or a list of parts {"type": "text" | "python" |
+    "python_output", "text"}."""
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("there is no list of messages")
+    out = []
+    for i, m in enumerate(messages):
+        if not isinstance(m, dict) or "role" not in m or "content" not in m:
+            raise ValueError(f"message {i} is not a role and a content")
+        role, content = m["role"], m["content"]
+        if i == 0 and role == "system":
+            if not isinstance(content, str) or len(messages) < 2:
+                raise ValueError("a system message must be text, and followed by a user's")
+            continue
+        if role != ("user", "assistant")[len(out) % 2]:
+            raise ValueError(f"message {i} is from {str(role)[:20]!r}; users and assistants take turns")
+        parts = content if isinstance(content, list) and role == "assistant" else [{"type": "text", "text": content}]
+        for part in parts:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise ValueError(f"message {i} has a content that is neither text nor parts with a text")
+            if not isinstance(part.get("type"), str) or part["type"] not in PARTS:
+                raise ValueError(f"message {i} has a part of type {str(part.get('type'))[:20]!r}; there are {', '.join(PARTS)}")
+        out.append((role, [(part["type"], part["text"]) for part in parts]))
+    if len(out) < len(messages):
+        out[0][1][0] = ("text", f"{messages[0]['content']}\n\n{out[0][1][0][1]}")
+    return out
 
 
 def read_sidecar(folder):

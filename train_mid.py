@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from eval import Mixture, evaluate_bpb, evaluate_chat, make_tasks, write_report
+from eval import chat_core, evaluate_bpb, evaluate_chat, gradable, make_mixture, make_tasks, score_fields, write_report
 from gpt import load_model, model_meta, rows_that_fit
 from muon import Muon, choose_optimizer
 from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokenizer, load_corpus
@@ -26,8 +26,9 @@ from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokeni
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 init_from = ""               # "" = the newest base checkpoint; or a stage, stage/tag, or a checkpoint folder
 # data
-tasks = "all"                # "all" = the rule-made ones, or names by commas
-conversations = 40_000       # in one epoch, shared equally by the tasks
+tasks = "all"                # by commas: "all" = the rule-made ones, names, hub datasets org/name, files .jsonl; gsm8k*4 = four
+                             # times each conversation, smoltalk:10000 = so many
+conversations = 0            # in one epoch, in the proportions of the tasks; 0 = all of them
 text_share = 0.15            # share of raw text among the tokens, so that the model does not forget how to write
 data_dir = "same"            # where that text is; "same" = what the base model was trained on
 # horizon and batch
@@ -41,6 +42,7 @@ warmdown_ratio = 0.5         # share of the steps in which the rates fall
 final_lr = 0.0               # where they end, as a share
 # evaluation, files
 eval_every = 0               # steps between evaluations on text and tasks; 0 = only at the end
+eval_tasks = "same"          # which tasks; "same" = those of `tasks` that have a test
 eval_problems = 50           # problems per task
 eval_tokens = 32768          # tokens of validation text for bits per byte
 save_every = 100             # steps between checkpoints; 0 = only at the end
@@ -68,10 +70,8 @@ auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
 T = parent["model"]["max_seq_len"]
-train_tasks, test_tasks = make_tasks(tasks, "train", out_dir, dev), make_tasks(tasks, "test", out_dir, dev, eval_problems)
-if conversations < len(train_tasks):
-    fail(f"--conversations={conversations} is less than one for each of the {len(train_tasks)} tasks")
-mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
+mixture = make_mixture(tasks, conversations, out_dir, dev, seed)
+test_tasks = make_tasks(gradable(tasks) if eval_tasks == "same" else eval_tasks, "test", out_dir, dev, eval_problems)
 if not text_share < 1:
     fail(f"--text_share={text_share} must be less than 1")
 text = parent["text"] if data_dir == "same" else data_dir
@@ -80,7 +80,7 @@ text_docs, val_docs = load_corpus(text, out_dir, tok, dev, 1, val_text)  # the f
 blocks, n_blocks, epoch = conversation_blocks(mixture, tok, out_dir, dev, T + 1, every_token=True, text=text_docs[0],
                                               text_share=text_share)  # epoch: tokens
 _, filled, supervised, _ = describe_rows(blocks(0, 0), T + 1, split=False)
-auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, {text_share:.0%} text, "
+auto(f"data: {human(len(mixture))} conversations, {text_share:.0%} text, "
      f"{human(epoch)} tokens; rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
@@ -141,8 +141,9 @@ while True:
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
         val_bpb, by_source = evaluate_bpb(model, val_docs, tok, dev, T, steps.rows, eval_tokens)
-        log.measure(step, val_bpb=val_bpb, val_bpb_by_source=by_source or None, tasks={n: r["acc"] for n, r in scores.items()})
-        log.line(step, [f"val bpb {val_bpb:.4f}"] + [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
+        log.measure(step, val_bpb=val_bpb, val_bpb_by_source=by_source or None, tasks={n: r["acc"] for n, r in scores.items()},
+                    chat_core=chat_core(scores))
+        log.line(step, [f"val bpb {val_bpb:.4f}", *score_fields(scores)])
     if last:
         break
 

@@ -8,7 +8,7 @@ Supervised fine-tuning: the model learns to answer. Only the assistant's tokens 
 Reads the newest mid checkpoint in out_dir and the tasks.
 Writes out_dir/sft/<run>/step_<N>/ (model.pt, optim.pt, meta.json) and log.jsonl; train_rl.py goes on from there.
 """
-from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, fail, find_checkpoint,
+from common import (Log, Steps, auto, begin, choose_compile, cleanup, command, configure, duration, find_checkpoint,
                     find_resume, human, load_weights, print0, save_checkpoint, setup, split_batch)
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from eval import Mixture, evaluate_chat, make_tasks, write_report
+from eval import chat_core, evaluate_chat, gradable, make_mixture, make_tasks, score_fields, write_report
 from gpt import load_model, model_meta, rows_that_fit
 from muon import Muon, choose_optimizer
 from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokenizer
@@ -26,8 +26,10 @@ from tokenizer import RowLoader, conversation_blocks, describe_rows, find_tokeni
 # --- CONFIG ----------------------------------------------------------------------------------------------------------
 init_from = ""               # "" = the newest mid checkpoint; or a stage, stage/tag, or a checkpoint folder
 # data
-tasks = "all"                # "all" = the rule-made ones, or names by commas
-conversations = 10_000       # in one epoch, shared equally by the tasks
+tasks = "all*0.25"           # by commas: "all" = the rule-made ones, names, hub datasets org/name, files .jsonl; gsm8k*4 = four
+                             # times each conversation, smoltalk:10000 = so many
+data = ""                    # instead: your own conversations, a file with one {"messages": [{"role", "content"}, ...]} per line
+conversations = 0            # in one epoch, in the proportions of the tasks; 0 = all of them
 # horizon and batch
 num_iterations = 0           # optimizer steps; 0 = one epoch
 total_batch_size = 0         # tokens per optimizer step over all devices; 0 = as the checkpoint it starts from
@@ -39,6 +41,7 @@ warmdown_ratio = 0.5         # share of the steps in which the rates fall
 final_lr = 0.0               # where they end, as a share
 # evaluation, files
 eval_every = 0               # steps between evaluations on the tasks; 0 = only at the end
+eval_tasks = "same"          # which tasks; "same" = those of `tasks` that have a test
 eval_problems = 50           # problems per task
 save_every = 100             # steps between checkpoints; 0 = only at the end
 device_type = "auto"         # auto, npu, cuda, mps, cpu
@@ -65,13 +68,11 @@ auto(f"starting from {parent['path']}")
 
 # --- DATA ------------------------------------------------------------------------------------------------------------
 T = parent["model"]["max_seq_len"]
-train_tasks, test_tasks = make_tasks(tasks, "train", out_dir, dev), make_tasks(tasks, "test", out_dir, dev, eval_problems)
-if conversations < len(train_tasks):
-    fail(f"--conversations={conversations} is less than one for each of the {len(train_tasks)} tasks")
-mixture = Mixture([(task, conversations // len(train_tasks)) for task in train_tasks], seed)
+mixture = make_mixture(data or tasks, conversations, out_dir, dev, seed)
+test_tasks = make_tasks(gradable(data or tasks) if eval_tasks == "same" else eval_tasks, "test", out_dir, dev, eval_problems)
 blocks, n_blocks, epoch = conversation_blocks(mixture, tok, out_dir, dev, T + 1, every_token=False)  # epoch: tokens
 _, filled, supervised, _ = describe_rows(blocks(0, 0), T + 1, split=False)
-auto(f"data {', '.join(t.name for t in train_tasks)}: {human(len(mixture))} conversations, "
+auto(f"data: {human(len(mixture))} conversations, "
      f"{human(epoch)} tokens; rows {filled:.1%} filled, {supervised:.1%} of the positions supervised")
 
 # --- MODEL AND OPTIMIZER -----------------------------------------------------------------------------------------------
@@ -132,8 +133,8 @@ while True:
         steps.leave(step)
     if not bench and (last or (eval_every and step % eval_every == 0)):
         scores = evaluate_chat(model, tok, dev, test_tasks, limit=eval_problems)
-        log.measure(step, tasks={n: r["acc"] for n, r in scores.items()})
-        log.line(step, [f"{n} {100 * r['acc']:.0f}%" for n, r in scores.items()])
+        log.measure(step, tasks={n: r["acc"] for n, r in scores.items()}, chat_core=chat_core(scores))
+        log.line(step, score_fields(scores))
     if last:
         break
 
