@@ -1939,6 +1939,9 @@ def test_hub_endpoints(hub, tmp_path, monkeypatch, capsys):
     FaultyHub.faults[:] = ["404", "", "html"]
     assert fetch(tmp_path, "404", "drop").exists() and FaultyHub.log == [(0, 200), (150_000, 206)]  # from alias, then from hub
     assert common.MISSED[dead] == 2
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url},")  # which has it not, but another host does
+    FaultyHub.faults[:] = ["404"]
+    assert common.download("/bundle", tmp_path / "bundle", more=[alias]).read_bytes() == FaultyHub.body
 
 
 # --- the user's mistakes, as the user meets them -----------------------------------------------------------------------
