@@ -1200,6 +1200,7 @@ def hub_persist(step, tries=10, more=()):
     """Call step(endpoint) for the endpoints, and `more`, in turn until one returns; again, with pauses, until `tries` rounds in a
     row came no further. -> what it returned; HubError when that was nothing"""
     why, refused, vain, pause = {}, set(), 0, 0
+    more = () if "," in os.environ.get("HF_ENDPOINT", "") else more  # only what it lists
     while vain < tries and (left := [e for e in (*hub_endpoints(), *more) if e not in refused and MISSED.get(e, 0) < 2]):
         time.sleep(pause)
         vain, pause = vain + 1, min(8, 0.1 * 2**vain) * random.uniform(0.5, 1.5)  # seconds

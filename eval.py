@@ -24,6 +24,7 @@ import contextlib
 import csv
 import fnmatch
 import hashlib
+import io
 import json
 import math
 import os
@@ -41,6 +42,7 @@ import tempfile
 import time
 import unicodedata
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -91,13 +93,20 @@ def last_number(text):
     return float(found[-1]) if found else None
 
 
+NUMBER = r"([-+]?)\s*[^\w\s.+-]?\s*([-+]?)(\d[\d,]*(?:\.\d+)?|\.\d+)"
+GOES_ON = r"\s*[-+*/×÷^x]\s*[\d.($]|[eE]\d|\s+\d"  # what follows makes it an expression, or no number at all
+
+
 def final_number(answer):
     """The number that an answer gives after its last '####', or None: '... #### $1,234.50 in all' -> 1234.5; of an equation the
     number after '='. Commas must stand between groups of three digits."""
     _, mark, text = answer.rpartition("####")
-    text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").rpartition("=")[2]
-    found = re.search(r"([-+]?)\s*[^\w\s.+-]?\s*([-+]?)(\d[\d,]*(?:\.\d+)?|\.\d+)(\s*/\s*\d)?", text) if mark else None
-    if not found or found[4]:  # a fraction
+    text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").strip().partition("\n")[0]
+    found = re.match(rf"[^\w.+-]*{NUMBER}", text)
+    if not found or re.match(GOES_ON, text[found.end() :]):  # words or an expression come first
+        text = text.rpartition("=")[2]
+        found = re.search(NUMBER, text)
+    if not mark or not found or re.match(GOES_ON, text[found.end() :]):
         return None
     digits = found[3].rstrip(",")
     if "," in digits and not re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", digits):
@@ -226,8 +235,8 @@ class SpellingBee(RuleTask):
 def multiple_choice(question, choices, right, chinese=False):
     """A conversation that asks for a letter. The letter stands right after its choice, where an answer can be looked up."""
     letters = "ABCDEFGH"[: len(choices)]
-    if not (isinstance(question, str) and 0 <= right < len(choices) == len(letters)):
-        raise ValueError(f"choice {right} of {len(choices)} is said to be right")
+    if not (0 <= right < len(choices) == len(letters) and all(isinstance(x, str) and x for x in (question, *choices))):
+        raise ValueError(f"choice {right} of {len(choices)} is said to be right, or one is empty")
     head, tail = ("选择题：", "只回答字母。") if chinese else ("Multiple choice: ", "Answer with the letter only.")
     lines = [f"- {c}={letter}" for c, letter in zip(choices, letters)]
     return user_says("\n".join([head + question, *lines, tail]), letters[right], letters=list(letters), answer=letters[right])
@@ -250,7 +259,7 @@ class Choice(RuleTask):
         if shape == "largest":
             numbers = rng.sample(range(10, 99), 4)
             right = max(range(4), key=numbers.__getitem__)
-            return str(sorted(numbers)), multiple_choice("Which number is the largest?", numbers, right)
+            return str(sorted(numbers)), multiple_choice("Which number is the largest?", list(map(str, numbers)), right)
         kinds = {"kind": self.KINDS, "zh": self.ZH_KINDS}[shape]
         kind, other = rng.sample(sorted(kinds), 2)
         answer, wrong, right = rng.choice(kinds[kind].split()), rng.sample(kinds[other].split(), 3), rng.randrange(4)
@@ -308,11 +317,11 @@ def hub_rows(repo, pattern, home):
             if csv_of:
                 with zipfile.ZipFile(place) as archive:
                     for name in sorted(fnmatch.filter(archive.namelist(), csv_of)):
-                        table = csv.DictReader(archive.read(name).decode("utf-8-sig").splitlines(keepends=True))
+                        table = csv.DictReader(io.StringIO(archive.read(name).decode("utf-8-sig"), newline=""))
                         rows += [(name, i, row) for i, row in enumerate(table)]
             else:
                 rows += [(path, i, row) for i, row in enumerate(pq.read_table(place).to_pylist())]
-        except (OSError, ValueError, zipfile.BadZipFile) as e:  # pyarrow's errors are ValueErrors
+        except (OSError, ValueError, zipfile.BadZipFile, zlib.error, csv.Error) as e:  # pyarrow's errors are ValueErrors
             fail(f"{place} cannot be read ({e}): delete it, and run again")
     return rows
 
@@ -376,7 +385,7 @@ class CustomJSON(Chat):
     def __init__(self, path, size=None):
         self.name = Path(path).name
         try:
-            lines = Path(path).read_bytes().split(b"\n")
+            lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
         except OSError as e:
             fail(f"{path} cannot be read ({e.strerror})")
         rows = [(self.name, i, line) for i, line in enumerate(lines) if line.strip()]
@@ -450,7 +459,7 @@ class CEval(HubTask):
                             "modern_chinese_history professional_tour_guide"}
 
     def convert(self, row, path):
-        question = multiple_choice(row["question"], [row[c] for c in "ABCD"], "ABCD".index(row["answer"]), chinese=True)
+        question = multiple_choice(row["question"], [row[c] for c in "ABCD"], list("ABCD").index(row["answer"]), chinese=True)
         subject = path.split("/")[0]
         return question | {"group": next((g for g, subjects in self.GROUPS.items() if subject in subjects.split()), "other")}
 
@@ -460,7 +469,7 @@ class CMMLU(HubTask):
     name, REPO, PATHS = "cmmlu", "haonan-li/cmmlu", {"test": "cmmlu_v1_0_1.zip:test/*.csv"}
 
     def convert(self, row, path):
-        return multiple_choice(row["Question"], [row[c] for c in "ABCD"], "ABCD".index(row["Answer"]), chinese=True)
+        return multiple_choice(row["Question"], [row[c] for c in "ABCD"], list("ABCD").index(row["Answer"]), chinese=True)
 
 
 class HumanEval(HubTask):
@@ -468,17 +477,22 @@ class HumanEval(HubTask):
     name, kind, baseline, new_tokens, REPO = "humaneval", "generative", 0.0, 512, "openai/openai_humaneval"
     PATHS = {"test": "openai_humaneval/test-*.parquet"}
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        sandbox_command()  # tried out, and what it lacks said, before it is needed
+
     def convert(self, row, path):
         facts = {k: row[k] for k in ("prompt", "test", "entry_point")}
         return user_says(row["prompt"], row["prompt"] + row["canonical_solution"], **facts)
 
     def program(self, conversation, answer):
-        """What is run: the answer's first block of code, or the whole of it; after the question where it gives only the body."""
+        """What is run: the answer's block of code, or the whole of it, after the question, whose helpers it may use."""
         prompt, name = conversation["prompt"], conversation["entry_point"]
-        code = re.findall(r"```(?:python|py)?[ ]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)[:1] or [answer]
-        before = prompt if not re.search(rf"^def {name}\b", code[0], re.MULTILINE) else "".join(
-            line + "\n" for line in prompt.splitlines() if line.startswith(("import ", "from ")))
-        return f"{before}{code[0]}\n\n{conversation['test']}\n\ncheck({name})\n"
+        blocks = re.findall(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", answer, re.DOTALL | re.MULTILINE)
+        defines = re.compile(rf"^def {name}\b", re.MULTILINE)
+        code = next(filter(defines.search, [*blocks, answer]), (blocks or [answer])[0])
+        whole = "    pass\n\n" if defines.search(code) else ""  # else it is the body
+        return f"{prompt}{whole}{code}\n\n{conversation['test']}\n\ncheck({name})\n"
 
     def grade(self, conversation, answer):
         return float(run_program(self.program(conversation, answer))[0] == "ok")
@@ -489,13 +503,15 @@ TASKS = RULE_TASKS | {t.name: t for t in (SpellingBee, GSM8K, MMLU, ArcEasy, Arc
 
 
 def parse_tasks(names):
-    """'all*0.25,gsm8k*4,smoltalk:10000' -> [(name, factor, count)]: each conversation so many times, or so many conversations."""
+    """'all*0.25,gsm8k*4,smoltalk:10000' -> [(name, factor, count or None)]: each conversation so many times, or so many of them."""
     out = []
-    for entry in filter(None, map(str.strip, names.split(","))):
-        name, factor, count = re.fullmatch(r"(.+?)(?:\*(\d+\.?\d*|\.\d+)|:(\d+))?", entry).groups()
+    for entry in filter(None, map(str.strip, re.split(r"[,\n]", names))):
+        name, factor, count = re.fullmatch(r"(.+?)\s*(?:\*\s*(\d+\.?\d*|\.\d+)|:\s*(\d+))?", entry).groups()
+        if name == "core":
+            fail("task core is for eval.py only, and takes no number: leave it out of --tasks")
         if name not in TASKS and name != "all" and not name.endswith(".jsonl") and "/" not in name:
-            fail(f"there is no task {name!r}; there are all, {', '.join(TASKS)}, a hub dataset org/name, and a file.jsonl")
-        out += [(n, float(factor or 1), int(count or 0)) for n in (RULE_TASKS if name == "all" else [name])]
+            fail(f"there is no task {name!r}; there are all, core, {', '.join(TASKS)}, a hub dataset org/name, and a file.jsonl")
+        out += [(n, float(factor or 1), count and int(count)) for n in (RULE_TASKS if name == "all" else [name])]
     return out
 
 
@@ -523,9 +539,9 @@ def make_mixture(names, conversations, home, dev, seed):
     """What a stage trains on: all of the tasks that parse_tasks() understands, or so many conversations in the same proportions."""
     wanted = parse_tasks(names)
     tasks = make_tasks(names, "train", home, dev)
-    parts = [count or round(len(task) * factor) for task, (_, factor, count) in zip(tasks, wanted)]
+    parts = [round(len(task) * factor) if count is None else count for task, (_, factor, count) in zip(tasks, wanted)]
     if conversations:
-        parts = [max(1, round(n * conversations / max(1, sum(parts)))) for n in parts]
+        parts = [max(min(n, 1), round(n * conversations / max(1, sum(parts)))) for n in parts]
     if not sum(parts):
         fail(f"--tasks={names} is no conversation at all")
     auto("conversations: " + ", ".join(f"{human(n)} {t.name}" + (f" ({n / len(t):.2g} x)" if n != len(t) else "")
@@ -552,17 +568,19 @@ class Mixture:
 # ---------------------------------------------------------------------------------------------------------------------
 # Running what a model has written
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs in the sandbox: limits first, which cannot be raised again, and away with root's powers; then the program, from standard
+# What runs in the sandbox: limits first, which cannot be raised again, and away with root's powers, to a user id of its own, of
+# those that systemd keeps for such uses, since processes are counted by user; then the program, from standard
 # input; then the word that it came to its end, known to nobody before. What it leaves running ends with it.
 RUNNER = """import os, resource as r, sys
 for what, n in ((r.RLIMIT_AS, {memory}), (r.RLIMIT_CPU, {seconds} + 1), (r.RLIMIT_FSIZE, 2**20), (r.RLIMIT_NOFILE, 32),
                 (r.RLIMIT_NPROC, 16), (r.RLIMIT_CORE, 0)):
     r.setrlimit(what, (n, n))
-if {nobody}:
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)
-    import decimal
+if {uid}:
+    os.setgroups([]), os.setgid({uid}), os.setuid({uid})
+import decimal, types
 word, _, code = sys.stdin.buffer.read().partition(b" ")
-exec(compile(code, "<program>", "exec"), {{"__name__": "__main__"}})
+sys.modules["program"] = types.ModuleType("program")
+exec(compile(code, "<program>", "exec"), vars(sys.modules["program"]))
 sys.stdout.flush()
 os.write(1, word)
 os._exit(0)"""
@@ -585,7 +603,7 @@ def sandboxes(folder):
         spaces = ["--unshare-all", "--cap-drop", "ALL"] if not root else [
             "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--cap-drop", "ALL",
             "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        yield ["bwrap", *spaces, "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev",
+        yield ["bwrap", *spaces, "--die-with-parent", "--new-session", "--dev", "/dev",
                "--perms", "1777", "--size", str(2**24), "--tmpfs", "/tmp", "--chdir", "/tmp",
                *(x for p in [*Path(sys.base_prefix).parents][-2::-1] for x in ("--dir", str(p))),  # else only root may enter them
                *(x for d in needed for x in ("--ro-bind-try", f"/{d}", f"/{d}"))], root, []
@@ -593,10 +611,7 @@ def sandboxes(folder):
         caps = "-all,+setuid,+setgid" if root else "-all"
         yield ["env", f"CAPS={caps}", "unshare", "-mnpif" if root else "-Urmnpif", "--kill-child", "sh", "-c", JAIL, "sh", folder,
                " ".join(needed)], root, []
-    missing = ["a file system of its own", "a network cut off", "an end to all that it starts"]
-    yield [], root, missing
-    if root:
-        yield [], False, [*missing, "a limit on processes"]
+    yield [], root, ["a file system of its own", "a network cut off", "an end to all that it starts"]
 
 
 @lru_cache
@@ -604,8 +619,9 @@ def sandbox_command():
     """The best sandbox that works here, said once. -> (command line before Python's, whether to become nobody, what is missing)"""
     if not sys.platform.startswith(("linux", "darwin")):
         fail("programs written by a model are run on Linux and macOS only: leave humaneval out of --tasks")
-    for command, nobody, missing in sandboxes(tempfile.mkdtemp(prefix="npuchat-jail-")):
-        if run_program("pass", sandbox=(command, nobody))[0] == "ok":
+    sandbox_command.folder = tempfile.TemporaryDirectory(prefix="npuchat-jail-")  # goes when Python ends
+    for command, nobody, missing in sandboxes(sandbox_command.folder.name):
+        if run_program("pass", seconds=30, sandbox=(command, nobody))[0] == "ok":
             how = next((f"through {name} " for name in ("bwrap", "unshare") if name in command), "")
             auto(f"programs written by the model run {how}in a process with limits" + (", as nobody" if nobody else ""))
             if missing:
@@ -620,13 +636,13 @@ def run_program(code, seconds=5, memory=2**28, output=2**16, sandbox=None):
     command, nobody = sandbox or sandbox_command()[:2]
     word = secrets.token_hex(16).encode()
     python = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c",
-              RUNNER.format(memory=memory, seconds=seconds, nobody=nobody)]
+              RUNNER.format(memory=memory, seconds=seconds, uid=61184 + secrets.randbelow(4336) if nobody else 0)]
     with tempfile.TemporaryDirectory(prefix="npuchat-run-") as home, tempfile.TemporaryFile() as program:
         program.write(word + b" " + code.encode("utf-8", "replace"))
         program.seek(0)
         os.chmod(home, 0o777)
         process = subprocess.Popen([*command, *python], stdin=program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=home,
-                                   start_new_session=True, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
+                                   start_new_session=True, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "MALLOC_ARENA_MAX": "1"})
         end, said, status = time.monotonic() + seconds, b"", "error"
         os.set_blocking(process.stdout.fileno(), False)
         try:
@@ -740,7 +756,9 @@ def evaluate_task(model, tok, dev, task, limit=200, B=64, max_new_tokens=0, num_
         return [[c["letters"][int(row[ids].argmax())]] for row, ids, (*_, c) in zip(logits, letters, batch)]
 
     records, too_long, bar = [], 0, progress(total=n, desc=task.name, unit="problem")
-    at_once = n if deadline == math.inf else 2 * B * dev.world_size  # sorted by length: the more at once, the less padding
+    at_once = n  # sorted by length: the more at once, the less padding
+    if deadline < math.inf:
+        at_once = (B if task.kind == "categorical" else min(B, 16)) * dev.world_size
     for at in range(0, n, max(1, at_once)):
         if dev.sum(int(time.monotonic() > deadline)):
             break
@@ -802,6 +820,8 @@ def evaluate_chat(model, tok, dev, task_list, minutes=0.0, **options):
 
 # --- CORE --------------------------------------------------------------------------------------------------------------------
 CORE_SIZE = 22  # tasks, of DCLM (Li et al. 2024)
+CORE_KEYS = {"multiple_choice": {"query", "choices", "gold"}, "schema": {"context_options", "continuation", "gold"},
+             "language_modeling": {"context", "continuation"}}
 CORE_HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # has nanochat's eval_bundle.zip
 
 
@@ -819,12 +839,19 @@ def core_tasks(home, limit=0):
             path = root / "eval_data" / t["dataset_uri"]
             if path.exists():
                 rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+                whole = [row for row in rows if CORE_KEYS[t["icl_task_type"]] <= row.keys()]
+                if len(whole) < max(1, len(rows)):
+                    warn(f"CORE: {t['label']} has {len(rows) - len(whole)} broken rows of {len(rows)}, which are left out")
+                if not (rows := whole):
+                    continue
                 random.Random(1337).shuffle(rows)
                 tasks.append({"label": t["label"], "kind": t["icl_task_type"], "shots": t["num_fewshot"][0],
                               "delimiter": t.get("continuation_delimiter", " "), "baseline": baselines[t["label"]],
                               "rows": rows[: limit or None]})
+        if not tasks:
+            raise ValueError("no task's data is there")
         return tasks
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, zipfile.BadZipFile, zlib.error) as e:
         fail(f"{bundle} is not an evaluation bundle ({type(e).__name__}: {e}): delete it, and run again")
 
 
@@ -866,7 +893,7 @@ def scored_parts(kind, sequences, T):
 
 
 @torch.inference_mode()
-def evaluate_core(model, tok, dev, tasks, folder=None, budget=16384, deadline=math.inf):
+def evaluate_core(model, tok, dev, tasks, folder=None, deadline=math.inf, budget=16384):
     """CORE: the mean over tasks of the accuracy above chance. -> {"core", "core_tasks": {label: {"acc", "n", "stderr", "centred"}}}
 
     What an item's choices begin with is computed once, and items are computed side by side, of at most `budget` tokens together.
@@ -1178,7 +1205,7 @@ def main():
     for meta in metas:
         place, stage = Path(meta["path"]).parent / "eval.json", meta["stage"]
         key = {"step": meta["step"], "saved_at": meta["saved_at"],
-               "asked": [tasks, max_problems, max_minutes, max_new_tokens, num_samples, eval_tokens, data_dir]}
+               "asked": [tasks, max_problems, max_minutes, max_new_tokens, num_samples, sandbox, eval_tokens, data_dir]}
         old = decided_by_main(lambda: json.loads(place.read_text()) if place.exists() and resume else {})()
         if all(old.get(k) == v for k, v in key.items()):
             auto(f"{stage}: evaluated before, in {place}")
@@ -1195,8 +1222,10 @@ def main():
             bpb, by_source = evaluate_bpb(model, val[where], tok, dev, T, max(1, 4096 // T), eval_tokens)
             scores = {**key, "val_bpb": bpb, "val_bpb_by_source": by_source}
             if core:
-                scores |= evaluate_core(model, tok, dev, core, folder)
-            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, max_minutes, limit=max_problems, B=device_batch_size or 64,
+                share = max_minutes * len(core) / (len(core) + len(task_list))
+                scores |= evaluate_core(model, tok, dev, core, folder, time.monotonic() + 60 * share if share else math.inf)
+            left = max(1e-9, max_minutes - (time.time() - t0) / 60) if max_minutes else 0
+            scores["tasks"] = evaluate_chat(model, tok, dev, task_list, left, limit=max_problems, B=device_batch_size or 64,
                                             max_new_tokens=max_new_tokens, num_samples=num_samples, folder=folder)
             scores["chat_core"] = round(chat_core(scores["tasks"]), 4)
             scores["seconds"] = round(time.time() - t0, 1)
@@ -1206,7 +1235,7 @@ def main():
                    + (f"ChatCORE {scores['chat_core']:.4f}, " if task_list else "")
                    + ", ".join(f"{n} {100 * r['acc']:.1f}%" for n, r in scores["tasks"].items()) + f" ({scores['seconds']} s)")
         summary[stage] = {"val_bpb": round(scores["val_bpb"], 4), "chat_core": scores["chat_core"]}
-        summary[stage] |= {"core": scores["core"]} if core else {}
+        summary[stage] |= {"core": scores["core"]} if "core" in scores else {}
         summary[stage].update({n: r["acc"] for n, r in scores["tasks"].items()})
     if dev.is_main:
         print0("\n" + write_report(out_dir) + f"\n\nreport in {out_dir}/report.md, curves in {out_dir}/curves.png")

@@ -1225,7 +1225,7 @@ def test_gsm8k_reference_answers_become_tool_calls():
 
 RIGHT = {  # ways to write them
     18: "18|18.|18.0|18.00|$18|$18.00|18 dollars|18 apples.|+18|**18**|`18`|\\boxed{18}|(18)|18%|€18|£ 18|¥18|１８|x = 18|6*3=18|"
-        "= 18|the answer is 18|"
+        "= 18|the answer is 18|18 (x=3)|18 = 3 * 6|18 =|18\n\nCheck: 2+5=9|3 x 6 = 18|20-2=18|"
         "18,|18;|18!|18\n|18 (eighteen)|18/|18-inch|is $18.",
     1234: "1,234|1234|$1,234|1,234.0|$1,234.00|1 234".rsplit("|", 1)[0],
     -5: "-5|-5.0|\u22125|-$5|$-5|- 5",
@@ -1233,8 +1233,8 @@ RIGHT = {  # ways to write them
     1234567.5: "1,234,567.5|$1,234,567.50",
 }
 WRONG = {
-    18: "19|118|180|1.8|-18|18.5|0.18|eighteen||.|$|18,5|1,8|18,00|1,800|18/2|36/2 and 9|1/18|8|81|18000|017|-18.0|\u221218|18=19|"
-        "18 = 20|no|##|18.01|1818|017.9",
+    18: "19|118|180|1.8|-18|18.5|0.18|eighteen||.|$|18,5|1,8|18,00|1,800|18/2|36/2 and 9|1/18|8|81|18000|017|-18.0|\u221218|19=18|"
+        "no|##|18.01|1818|017.9|1 18|18 1/2|18e2|9 + 9|20 - 2|20-2|19 (or 18)|3 = 18",
 }
 
 
@@ -1260,12 +1260,24 @@ def test_every_reference_answer_is_right(tmp_path):
 
 
 def test_a_program_is_the_answers_code_block_or_its_body():
-    row = {"prompt": "from math import pi\n\ndef area(r):\n    \"\"\"of a circle\"\"\"\n", "entry_point": "area",
-           "canonical_solution": "    return pi * r * r\n", "test": "def check(f):\n    assert round(f(2)) == 13\n"}
+    row = {"prompt": "from math import pi\n\ndef square(x):\n    return x * x\n\ndef area(r):\n    '''of a circle'''\n",
+           "canonical_solution": "    return pi * r * r\n", "entry_point": "area",
+           "test": "def check(f):\n    assert round(f(2)) == 13\n"}
     task = task_of(evaluation.HumanEval, row)
-    whole = row["prompt"] + row["canonical_solution"]
-    for answer in (whole, row["canonical_solution"], "def area(r):\n    return pi * r * r", f"Here:\n```python\n{whole}```\nDone.",
-                   f"```\n{whole}", "def help(r):\n    return r\n\ndef area(r):\n    return pi * help(r) ** 2"):
+    whole, fence = row["prompt"] + row["canonical_solution"], "```"
+    right = [
+        whole,
+        row["canonical_solution"],
+        "def area(r):\n    return pi * square(r)",
+        f"Here:\n{fence}python\n{whole}{fence}\nDone.",
+        f"{fence}\n{whole}",
+        f"Sure:\n  {fence}Python3 \n{whole}  {fence}\nThis uses `pi`.",
+        f"{fence}sh\nls\n{fence}\n{fence}python\n{whole}\n{fence}",
+        f"{whole}\n\nif __name__ == '__main__':\n    input()",
+        f"def area(r):\n    '''\n    {fence}\n    area(1)\n    {fence}\n    '''\n    return pi * r * r",
+        "def help(r):\n    return r\n\ndef area(r):\n    return pi * help(r) ** 2",
+    ]
+    for answer in right:
         assert task.grade(task[0], answer) == 1, answer
     for answer in ("", "    return r", "I do not know.", "```python\nprint(1)\n```", "import sys\nsys.exit(0)",
                    "    return 13 / 0"):
@@ -1939,7 +1951,8 @@ def test_hub_endpoints(hub, tmp_path, monkeypatch, capsys):
     FaultyHub.faults[:] = ["404", "", "html"]
     assert fetch(tmp_path, "404", "drop").exists() and FaultyHub.log == [(0, 200), (150_000, 206)]  # from alias, then from hub
     assert common.MISSED[dead] == 2
-    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url},")  # which has it not, but another host does
+    monkeypatch.setattr(common, "HUBS", [])
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)  # which has it not, but another host does
     FaultyHub.faults[:] = ["404"]
     assert common.download("/bundle", tmp_path / "bundle", more=[alias]).read_bytes() == FaultyHub.body
 
