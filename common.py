@@ -1134,7 +1134,7 @@ class Log:
 def read_log(path):
     """The rows of a log.jsonl; a torn last line is left out."""
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8").split("\n"):  # not splitlines(): text in it may hold other line ends
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows

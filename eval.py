@@ -1008,6 +1008,23 @@ def report_table(runs):
     return "\n".join(lines + ["| " + " | ".join([n, *(c.get(n, "-") for c in columns.values())]) + " |" for n in names])
 
 
+def paired_table(runs):
+    """How each stage changed what the one before could do, on the problems that both were given, as a Markdown table, or ""."""
+    rows, stages = {}, list(runs)
+    for before, after in zip(stages, stages[1:]):
+        for path in sorted((runs[after][0] / "eval").glob("*.jsonl")):
+            scores = [{x["i"]: x["score"] for x in read_log(p)} for p in (runs[before][0] / "eval" / path.name, path) if p.exists()]
+            if len(scores) == 2 and (both := sorted(scores[0].keys() & scores[1].keys())):
+                r = [scores[1][i] - scores[0][i] for i in both]
+                error = statistics.pstdev(r) / len(r) ** 0.5
+                rows.setdefault(path.stem, {})[after] = f"{100 * statistics.fmean(r):+.1f} ± {100 * error:.1f} (n={len(r)})"
+    if not rows:
+        return ""
+    lines = [["paired change", *(f"{a} to {b}".upper() for a, b in zip(stages, stages[1:]))], ["---", *["---:"] * len(stages[1:])]]
+    lines += [[name, *(cells.get(s, "-") for s in stages[1:])] for name, cells in rows.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def write_report(home):
     """out/report.md and out/curves.png from what the stages have left. -> the table, or "" when there is nothing yet"""
     runs = stage_runs(home)
@@ -1017,6 +1034,9 @@ def write_report(home):
     parts.append(table + "\n\nTasks: accuracy in percent on test problems, greedy, ± standard error. val bpb: bits per "
                  "byte on validation text. ChatCORE: mean accuracy above chance over the tasks listed. "
                  "Time: training with its evaluations.\n")
+    if changes := paired_table(runs):
+        parts.append(changes + "\n\nOn the same problems, in percent, ± standard error of the mean difference: what is within two "
+                     "of them is noise.\n")
     draw_curves(runs, Path(home) / "curves.png")
     parts.append("![curves](curves.png)\n\n## Where and with what\n")
     newest = max((m for _, m in runs.values()), key=lambda m: m["saved_at"])

@@ -2064,6 +2064,8 @@ def test_the_whole_pipeline(home, texts):
     report = (home / "report.md").read_text(encoding="utf-8")
     assert (
         "| metric | BASE | MID | SFT | RL |" in report
+        and "| paired change | BASE TO MID | MID TO SFT | SFT TO RL |" in report
+        and re.search(r"\| arithmetic \| [+-].*\(n=6\)", report)
         and "arithmetic (n=6)" in report
         and (home / "curves.png").stat().st_size > 10_000
     )
