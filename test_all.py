@@ -1022,9 +1022,10 @@ def test_the_calculators_answer_is_forced_and_not_counted_as_sampled(tok):
             self.said = [t for t in script if t is not None]
             self.queue = self.said[: len(tok.encode("6*7")) + 2] + [7] * len(forced) + self.said[len(tok.encode("6*7")) + 2 :]
 
-        def __call__(self, idx, cache, at):
+        def __call__(self, idx, cache, at=None):
             cache.open(idx.size(1))
-            return F.one_hot(torch.tensor([self.queue.pop(0)]), tok.vocab_size).float()
+            logits = F.one_hot(torch.tensor([self.queue.pop(0)]), tok.vocab_size).float()
+            return logits if at else logits[:, None]
 
     [[(tokens, mask)]] = complete(Scripted(), tok, [[tok.bos]], CPU, temperature=0)
     call = [tok.python_start, *tok.encode("6*7"), tok.python_end]
